@@ -1,0 +1,61 @@
+"""The application: routes, problems and what they stand on. No state outside of the app itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+
+from weightdepot.api import openapi, problems
+from weightdepot.api.bodies import BodyLimit
+from weightdepot.api.controller import running
+from weightdepot.api.dependencies import RunCheck
+from weightdepot.api.index import open_index
+from weightdepot.api.release import release
+from weightdepot.api.routers import groups, health, layouts, members, models, plans, versions
+from weightdepot.api.settings import Settings
+from weightdepot.store.index.index import Index
+
+
+def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
+    """The controller as an ASGI application.
+
+    `index` stays the caller's; without one the app opens its own when it starts (an embedded one where
+    the settings name no Redis) and closes it when it stops.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            used = index if index is not None else await stack.enter_async_context(open_index(settings))
+            app.state.controller = await stack.enter_async_context(running(settings, used))
+            try:
+                yield
+            finally:
+                del app.state.controller
+
+    app = FastAPI(
+        title="weightdepot",
+        summary="Versions of reinforcement-learning weights: who publishes, who holds, who may read.",
+        description=openapi.DESCRIPTION,
+        version=release(),
+        openapi_tags=openapi.TAGS,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+    )
+    problems.install(app)
+    openapi.install(app)
+    app.add_middleware(BodyLimit, limit=settings.limits.body)
+    app.include_router(health.router, prefix="/v1")
+    v1 = APIRouter(prefix="/v1", dependencies=[RunCheck])
+    for resource in (layouts, models, members, versions, plans, groups):
+        v1.include_router(resource.router)
+    app.include_router(v1)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name

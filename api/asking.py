@@ -1,0 +1,70 @@
+"""Small questions about a model's members that several routes ask."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from weightdepot.store.errors import UnknownModel, WaitTimeout
+from weightdepot.store.index.records import Group, Member, Model, Version, VersionState, Wait
+
+T = TypeVar("T")
+
+
+def missing_ranks(model: Model) -> Wait | None:
+    """What to wait for while not all producer ranks have joined; None when they have."""
+    present = {producer.rank for producer in model.producers}
+    missing = [rank for rank in range(model.world_size) if rank not in present]
+    if not missing and model.producers:
+        return None
+    shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    return Wait(
+        "ranks",
+        f"producer ranks {shown} of {model.world_size} of {model.name!r} have not joined yet"
+        if missing
+        else f"no producer of {model.name!r} has joined yet",
+        {"model": model.name, "missing": missing},
+    )
+
+
+def holder(model: Model, rank: int) -> Member | None:
+    return next((producer for producer in model.producers if producer.rank == rank), None)
+
+
+def producer_layouts(model: Model) -> list[str]:
+    """Layout digests by rank, of a model whose ranks have all joined."""
+    return [producer.layout for producer in sorted(model.producers, key=lambda member: member.rank)]
+
+
+def reader_layouts(groups: list[Group]) -> set[str]:
+    """The layouts of living consumers that have stated one."""
+    return {member.layout for group in groups for member in group.members if member.alive and member.layout}
+
+
+def newest_ready(model: Model, min_version: int) -> Version | None:
+    ready = [v for v in model.versions if v.state is VersionState.READY and v.version >= min_version]
+    return max(ready, key=lambda version: version.version, default=None)
+
+
+def patiently(
+    name: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float
+) -> Callable[[], Awaitable[T | Wait]]:
+    """Waits also for the model to appear: rollouts may start before the trainer does.
+
+    Without a wait the answer is the plain UnknownModel.
+    """
+
+    async def or_wait() -> T | Wait:
+        try:
+            return await attempt()
+        except UnknownModel:
+            if wait <= 0:
+                raise
+            return Wait("ranks", f"no producer of {name!r} has joined yet", {"model": name})
+
+    return or_wait
+
+
+def timed_out(wait: Wait, seconds: float) -> WaitTimeout:
+    """The problem for routes whose answer has no place for a wait."""
+    return WaitTimeout(f"waited {seconds:g} s: {wait.message}", **{"reason": wait.reason, **wait.details})

@@ -1,0 +1,123 @@
+"""A process's claim on a rank: taking it, keeping it alive from the background, and giving it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from weightdepot.api.client import ControllerClient
+from weightdepot.store.errors import MemberConflict, WeightDepotError
+from weightdepot.store.hosts import is_dead
+from weightdepot.store.index.records import Process
+from weightdepot.store.timeouts import Timeouts
+
+T = TypeVar("T")
+
+
+def new_session() -> str:
+    """Names one start of one member; never used again."""
+    return uuid.uuid4().hex
+
+
+def take_rank(join: Callable[[str], T], timeout: float) -> T:
+    """Call `join(replace)` until the rank is ours.
+
+    A rank is held by one living process. When the holder is a process of this host that has died, its claim
+    is taken over at once; when it is elsewhere, its claim ends by itself, and is waited for.
+    Raises MemberConflict when the holder lives, or the time is up.
+    """
+    deadline = time.monotonic() + timeout
+    replace = ""
+    while True:
+        try:
+            return join(replace)
+        except MemberConflict as conflict:
+            holder = conflict.details
+            if "process" not in holder:
+                raise  # nobody holds it: the world sizes disagree
+            dead = is_dead(Process(**holder["process"]))
+            if dead is False:
+                raise
+            if dead:
+                if replace == holder["session"]:
+                    raise
+                replace = str(holder["session"])
+                continue
+            # Elsewhere: alive for all we know until its claim runs out, and a living one renews it.
+            expires_in = float(holder["expires_in"])
+            if time.monotonic() + expires_in > deadline:
+                raise
+            time.sleep(min(max(expires_in, 0.05), 1.0))
+
+
+class Membership:
+    """Heartbeats from a thread of its own, and what they bring back.
+
+    `watch` names the round whose lease is renewed along. `lost` tells whether that lease, or the rank
+    itself, was lost; it is asked by the reader before it believes what it read.
+    """
+
+    def __init__(self, client: ControllerClient, model: str, session: str, timeouts: Timeouts) -> None:
+        self._client, self._model, self._session, self._timeouts = client, model, session, timeouts
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._rounds: dict[tuple[str, int], bool] = {}  # (group, round) -> whether its lease was lost
+        self._replaced = False
+        self._period = min(timeouts.member, timeouts.lease) / 4
+        self._thread = threading.Thread(target=self._run, name=f"weightdepot-{model}", daemon=True)
+        self._thread.start()
+
+    @property
+    def replaced(self) -> bool:
+        """Another process has taken this rank."""
+        return self._replaced
+
+    def watch(self, group: str, number: int) -> None:
+        with self._lock:
+            self._rounds[group, number] = False
+
+    def unwatch(self, group: str, number: int) -> None:
+        with self._lock:
+            self._rounds.pop((group, number), None)
+
+    def lost(self, group: str, number: int) -> bool:
+        with self._lock:
+            return self._replaced or self._rounds.get((group, number), True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period):
+            with self._lock:
+                rounds = list(self._rounds)
+            try:
+                beat = self._client.heartbeat(
+                    self._model,
+                    self._session,
+                    rounds=rounds,
+                    ttl=self._timeouts.member,
+                    lease_ttl=self._timeouts.lease,
+                    timeout=self._timeouts.call,
+                )
+            except WeightDepotError:
+                # The controller is away. What matters is checked again where it matters: the controller
+                # refuses the seal of a replaced rank, and an applied version whose lease has run out.
+                continue
+            with self._lock:
+                self._replaced = self._replaced or not beat.member
+                for group, number in rounds:
+                    if number in beat.lost and (group, number) in self._rounds:
+                        self._rounds[group, number] = True
+
+    def close(self) -> None:
+        """Stop renewing and say goodbye. Never raises: a goodbye that is not heard is a death that is
+        noticed later."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join(timeout=self._timeouts.call)
+        try:
+            self._client.leave(self._model, self._session, timeout=min(self._timeouts.call, 5.0))
+        except WeightDepotError:
+            return

@@ -1,0 +1,118 @@
+"""Long polls: a request that cannot be answered yet is held until something changed, or its time is up.
+
+One subscription per process feeds all waiters. Events only say "look again": a lost one costs a waiter at
+most one re-check interval, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Protocol, TypeVar
+
+from weightdepot.store.errors import IndexUnavailable
+from weightdepot.store.index.records import Event, Wait
+
+T = TypeVar("T")
+
+log = logging.getLogger("weightdepot.api")
+
+# Seconds between two looks of one waiter, for each waiter on the same model. A step of 256 ranks gives as
+# many events as it has waiters; answering each of them to each would load the index with the square.
+SPACING = 0.0005
+RECONNECT = (0.1, 2.0)  # seconds before the first and between the later attempts to subscribe again
+
+
+class EventSource(Protocol):
+    def events(self) -> AsyncIterator[Event]:
+        """Every change, and first (and after each reconnection) `subscribed` with model "".
+
+        Raises IndexUnavailable when the connection breaks.
+        """
+        ...
+
+
+class Waiters:
+    """Wakes the requests that wait for a model. Owned by one event loop."""
+
+    def __init__(self, recheck: float) -> None:
+        """`recheck`: seconds after which a waiter looks again even when no event came."""
+        self._recheck = recheck
+        self._bells: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait now."""
+        return sum(len(bells) for bells in self._bells.values())
+
+    def close(self) -> None:
+        """End all waits with the answer that they have; none is begun any more."""
+        self._closed = True
+        self.ring_all()
+
+    def ring(self, model: str) -> None:
+        for bell in self._bells.get(model, ()):
+            bell.set()
+
+    def ring_all(self) -> None:
+        for bells in self._bells.values():
+            for bell in bells:
+                bell.set()
+
+    @contextlib.contextmanager
+    def _bell(self, model: str) -> Iterator[asyncio.Event]:
+        bell = asyncio.Event()
+        self._bells[model].add(bell)
+        try:
+            yield bell
+        finally:
+            self._bells[model].discard(bell)
+            if not self._bells[model]:
+                del self._bells[model]
+
+    async def until(self, model: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float) -> T | Wait:
+        """The first answer that is no `Wait`; after `wait` seconds the last `Wait`.
+
+        `attempt` is called at least once, and once more when the time is up; what it raises is raised.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
+        # registered before the first look: what changes after it rings
+        with self._bell(model) as bell:
+            while True:
+                bell.clear()
+                last = loop.time() >= deadline or self._closed
+                answer = await attempt()
+                if last or self._closed or not isinstance(answer, Wait):
+                    return answer
+                looked = loop.time()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(bell.wait(), max(0.0, min(self._recheck, deadline - looked)))
+                pause = SPACING * len(self._bells[model]) - (loop.time() - looked)
+                if pause > 0 and not self._closed:
+                    await asyncio.sleep(min(pause, self._recheck))
+
+    async def listen(self, source: EventSource, on_subscribed: Callable[[], None]) -> None:
+        """Turn the source's events into rings, for ever; subscribe again when the connection breaks.
+
+        `on_subscribed` is called each time that a subscription has begun: what happened before it was not
+        heard.
+        """
+        delay = RECONNECT[0]
+        while True:
+            try:
+                async for event in source.events():
+                    delay = RECONNECT[0]
+                    if event.kind == "subscribed":
+                        on_subscribed()
+                        self.ring_all()
+                    else:
+                        self.ring(event.model)
+            except IndexUnavailable as error:
+                log.warning("no events for now, waiters look every %.1f s: %s", self._recheck, error.message)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, RECONNECT[1])

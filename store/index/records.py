@@ -1,0 +1,175 @@
+"""What the index holds and answers, as frozen values.
+
+Times are Unix seconds of the *index's* clock (Redis `TIME`), so that hosts need not agree on the hour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class VersionState(str, Enum):
+    """`open` to `ready` to `retired` to `freed`, or `open` to `aborted`; never back."""
+
+    OPEN = "open"
+    READY = "ready"
+    RETIRED = "retired"  # gives no new leases; freed when the last lease is gone
+    FREED = "freed"
+    ABORTED = "aborted"
+
+
+class GroupState(str, Enum):
+    EMPTY = "empty"  # holds no version yet
+    WHOLE = "whole"  # every rank holds the same version
+    MOVING = "moving"  # a round is under way
+    HALF = "half"  # a round failed: serve nothing until a whole version is in
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a member runs; lets a successor on the same host see that it is dead before its lease ends."""
+
+    host: str  # boot id and name of the host: equal if and only if the two share a kernel
+    pid: int
+    started: int  # clock ticks after boot (field 22 of /proc/PID/stat), so that reused pids differ
+
+
+@dataclass(frozen=True)
+class Member:
+    """One producer rank, or one rank of a consumer group."""
+
+    rank: int
+    session: str  # unique to one start of one process
+    layout: str  # digest of its layout; empty until it has one
+    process: Process
+    joined: float
+    alive: bool  # whether its membership has been renewed in time
+    expires_in: float  # seconds until it counts as dead; negative when it does already
+    version: int | None = None  # consumers: what its parameters hold; None when unknown or torn
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one producer rank contributes to one version."""
+
+    rank: int
+    session: str
+    # How peers reach its slot: transport name -> plain data that only that transport understands.
+    endpoints: dict[str, dict[str, Any]]
+    nbytes: int
+    digests: str  # hex xxh3-128 of the tile digests, in the order of the rank's tile table
+
+
+@dataclass(frozen=True)
+class Version:
+    model: str
+    version: int
+    state: VersionState
+    slot: int
+    tiling: str
+    incarnation: int
+    world_size: int
+    opened: float
+    ready: float | None  # when the last part was sealed
+    sealed: tuple[int, ...]  # ranks, rising
+    missing: tuple[int, ...]  # ranks that have not sealed
+    nbytes: int  # of the sealed parts
+    reason: str = ""  # why it was aborted or freed
+    leases: tuple[str, ...] = ()  # live holders, as "group/round"
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    incarnation: int
+    world_size: int
+    retention: int
+    latest: int | None  # newest ready version
+    producers: tuple[Member, ...]
+    # The versions that still matter: open, ready, retired, and the last few freed or aborted.
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    model: str
+    group: str
+    world_size: int
+    state: GroupState
+    version: int | None  # what every rank holds; None unless the group is whole
+    target: int | None  # what the round under way moves to
+    round: int
+    members: tuple[Member, ...]
+    missing: tuple[int, ...]  # ranks that never joined
+    pending: tuple[int, ...]  # ranks that have not finished the round under way
+    error: str = ""  # what failed, and on which rank, when the state is `half`
+
+
+@dataclass(frozen=True)
+class Joined:
+    incarnation: int
+    world_size: int
+    latest: int | None  # newest ready version, so that a restarted trainer can resume past it
+    highest: int | None  # the highest version ever made ready: the next must be above it
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A slot to write a version into. The same for every rank of that version."""
+
+    version: int
+    slot: int
+    tiling: str
+    incarnation: int
+    # Sessions of this rank whose memory is still part of a ready or retired version.
+    keep_sessions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Not now: what the caller waits for, said so that a time-out can name it."""
+
+    reason: str  # "ranks" | "open-version" | "slot" | "version" | "group"
+    message: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a rank of a group is told to move to. `held` equal to `version`: there is nothing to move."""
+
+    group: str
+    round: int
+    version: int
+    held: int | None
+    tiling: str
+    parts: tuple[Part, ...]
+    lease_ttl: float  # seconds; renewed by heartbeats
+
+
+@dataclass(frozen=True)
+class RoundStatus:
+    version: int
+    state: GroupState
+    pending: tuple[int, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """`member` False: this session was replaced or removed. `lost`: rounds whose lease is gone."""
+
+    member: bool
+    lost: tuple[int, ...] = ()
+
+
+class Event(NamedTuple):
+    """Something changed. Kinds: `member`, `open`, `sealed`, `ready`, `retired`, `freed`, `aborted` (of a
+    version), `round`, `applied`, `half` (of a group; the version is the round's target), and `subscribed`
+    with model "", which tells a listener that from now on it misses nothing."""
+
+    model: str
+    kind: str
+    version: int | None
