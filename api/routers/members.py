@@ -75,6 +75,7 @@ async def join_consumer(
     "/groups/{group}/consumers/{rank}/layout",
     summary="A consumer rank states its layout",
     status_code=204,
+    response_model=None,
     response_class=Response,
     responses=problems(MemberConflict, UnknownLayout, UnknownModel),
 )
@@ -95,6 +96,7 @@ async def set_layout(
     "/members/{session}",
     summary="A member leaves",
     status_code=204,
+    response_model=None,
     response_class=Response,
     responses=problems(UnknownModel),
 )

@@ -33,13 +33,13 @@ _TRANSPARENT = frozenset(
 )  # fmt: skip
 # operations that only move values: a later tier can map them by loading indices
 MOVES: Final = frozenset(
-    ("index", "index_select", "gather", "take", "take_along_dim", "masked_select", "flip", "roll", "rot90", "where",
-     "index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "scatter_", "scatter", "masked_scatter_",
-     "masked_fill_", "masked_fill", "masked_scatter", "sort", "tril", "triu", "put_", "embedding",
-     "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "im2col", "unique_dim",
-     "index_fill_", "index_fill", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "repeat_interleave")
+    ("index", "index_select", "gather", "take", "take_along_dim", "masked_select", "embedding", "where",
+     "flip", "roll", "rot90", "sort", "tril", "triu", "repeat_interleave", "unique_dim", "im2col",
+     "index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_fill_", "index_fill",
+     "scatter_", "scatter", "put_", "masked_fill_", "masked_fill", "masked_scatter_", "masked_scatter",
+     "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
+     "pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
 )  # fmt: skip
-
 # operations that answer with a value, not with a tensor
 ASKS: Final = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"))
 

@@ -65,7 +65,7 @@ class Frame:
         """
         order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: -strides[d])
         for outer, inner in pairwise(order):
-            if strides[outer] < strides[inner] * shape[inner] or strides[outer] % strides[inner]:
+            if strides[outer] < strides[inner] * shape[inner]:
                 raise OutsideFrame(f"strides {tuple(strides)} of shape {tuple(shape)} are not nested")
         return cls([strides[d] for d in order], [shape[d] for d in order], order, len(shape))
 

@@ -109,7 +109,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where a tensor lies; None where nobody watches its storage."""
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        try:
+            memory = self._memories.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
+            return None
         if memory is None:
             return None
         return Place(memory, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -140,41 +143,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> list[Entry]:
         """What a view holds, with images at `to` and `strides` (else its own); `origin`: see Memory."""
         if not place.fits:
-            fault = Fault(
-                "view", (), "", 3, f"memory of {place.memory.itemsize}-byte elements is read as {place.dtype}"
-            )
-            return [self._whole(place, Poison(fault))]
+            reason = f"memory of {place.memory.itemsize}-byte elements is read as {place.dtype}"
+            there = Place(place.memory, to, place.shape, tuple(strides or place.strides), place.dtype)
+            return [self._whole(there, Poison(Fault("view", self.initial_name(place), "", 3, reason)))]
         dims = zip(place.shape, place.strides, strides or place.strides, strict=True)
         try:
             return place.memory.read(place.offset, to, dims, origin)
         except (TooIrregular, OutsideFrame) as error:
             fault = Fault("copy_", (), "", 2, f"a copy {error}")
-            return [
-                Entry(
-                    to,
-                    0,
-                    tuple((n, s, 0) for n, s in zip(place.shape, strides or place.strides, strict=True)),
-                    Poison(fault),
-                )
-            ]
+            there = Place(place.memory, to, place.shape, tuple(strides or place.strides), place.dtype)
+            return [self._whole(there, Poison(fault))]
 
     @staticmethod
     def _whole(place: Place, content: Content) -> Entry:
-        return Entry(
-            place.offset,
-            0,
-            tuple((n, s, 0) for n, s in zip(place.shape, place.strides, strict=True)),
-            content,
-        )
+        dims = tuple((n, s, 0) for n, s in zip(place.shape, place.strides, strict=True))
+        return Entry(place.offset, 0, dims, content)
 
     def write(self, place: Place, content: Content) -> None:
         """Set a whole view to a constant, or to something that cannot be mapped."""
         if not place.fits:
             m = place.memory
-            fault = Fault(
-                "view", (), "", 3, f"memory of {m.itemsize}-byte elements is written as {place.dtype}"
-            )
-            held = content if isinstance(content, Poison) else Poison(fault)
+            reason = f"memory of {m.itemsize}-byte elements is written as {place.dtype}"
+            held = content if isinstance(content, Poison) else Poison(Fault("view", (), "", 3, reason))
             m.write(Entry(0, 0, ((m.numel, 1, 0),), held))
             return
         place.memory.write(self._whole(place, content))
@@ -212,7 +202,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if plain or self._making:
             return func(*args, **kwargs)
         handler = self.handlers.get(func.overloadpacket)
-        if handler is not None:
+        # of the variants that write to `out`, only joining ones are folded
+        if handler is not None and ("out" not in kwargs or func.overloadpacket in (aten.cat, aten.stack)):
             return handler(self, func, args, kwargs)
         return self._other(func, args, kwargs)
 
@@ -249,18 +240,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if source.shape != target.shape:
             source = source.expand(target.shape)
         to, place = self.place(target), self.place(source)
-        if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
-            names = self.names([place]) if place else ()
-            if to is not None:
-                self.write(to, Poison(Fault(op, names, "", 3, "a conjugated or negated view is copied")))
-            return
         if to is None:
             if place is None:
                 target.copy_(source)
                 return
-            to = self._adopt_real(target, self.names([place]) or self._initial_name(place), op)
+            to = self._adopt_real(target, self.names([place]) or self.initial_name(place), op)
             if to is None:
                 return
+        if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
+            names = self.names([place]) if place else ()
+            self.write(to, Poison(Fault(op, names, "", 3, "a conjugated or negated view is copied")))
+            return
         if overlaps_itself(to.shape, to.strides):
             if any(n > 1 and s == 0 for n, s in zip(to.shape, to.strides, strict=True)):
                 raise RuntimeError(
@@ -275,7 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.write(to, self._value(source, to.dtype, op))
 
-    def _initial_name(self, place: Place) -> tuple[str, ...]:
+    def initial_name(self, place: Place) -> tuple[str, ...]:
         initial = place.memory.initial
         return (self.tensors[initial.tensor].name,) if isinstance(initial, Source) else ()
 
@@ -365,20 +355,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def known_value(self, place: Place) -> float | None:
         """The one number that a view holds, where it is a constant that the loader itself wrote."""
         entries = self.read(place)
-        values = {c.value for e in entries if isinstance(c := e.content, Constant) and c.dtype == place.dtype}
-        return (
-            values.pop()
-            if len(values) == 1 and all(isinstance(e.content, Constant) for e in entries)
-            else None
-        )
+        values = {e.content for e in entries}
+        only = values.pop() if len(values) == 1 else None
+        return only.value if isinstance(only, Constant) and only.dtype == place.dtype else None
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
-    return (
-        x
-        if x.device.type == "meta"
-        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    )
+    if x.device.type == "meta":
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def broadcast(issued: Issued, shape: Sequence[int]) -> Place:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from weightdepot.store.dtypes import dtype_name
+from weightdepot.store.dtypes import ITEMSIZE, dtype_name
 from weightdepot.store.errors import InvalidRequest, LayoutError, LayoutFault
-from weightdepot.store.geometry import Box, contiguous_strides
+from weightdepot.store.geometry import Box, contiguous_strides, overlaps_itself
 from weightdepot.store.layout import Fill, Layout, LayoutBuilder, TensorSpec
 from weightdepot.store.tracing import ops
 from weightdepot.store.tracing.content import Constant, Fault, Old, Poison, Source, Untraceable, reread
@@ -44,8 +44,10 @@ class Trace:
     faults: tuple[Fault, ...] = ()  # empty unless faults were asked to be kept
 
     def tier(self, tensor: str) -> str:
-        """How the tensor's map was found; "unused" where none of it is needed."""
-        return self.tiers.get(tensor, "unused")
+        """How the tensor's map was found; "refused" where it was not, "unused" where it is not needed."""
+        return self.tiers.get(tensor) or (
+            "refused" if any(tensor in f.tensors for f in self.faults) else "unused"
+        )
 
     def report(self) -> str:
         """Readable text: counts, then what a person should look at."""
@@ -112,6 +114,7 @@ def trace_load(
     with `on_fault="keep"` the trace is returned with its `faults`, and the layout lacks what they concern.
     Raises InvalidRequest for tensors or parameters that cannot be described.
     """
+    _check(tensors)
     recorder = Recorder(tensors)
     targets = _targets(recorder, parameters, buffers or {})
     found: dict[str, Tensor] = {}
@@ -127,6 +130,14 @@ def trace_load(
             if _moved(target.tensor, target):
                 target.tensor.data = target.kept
     return _conclude(recorder, tensors, targets, tuple(optional), on_fault)
+
+
+def _check(tensors: Sequence[TensorSpec]) -> None:
+    names = Counter(t.name for t in tensors)
+    wrong = [f"{name!r} is listed {n} times" for name, n in names.items() if n > 1]
+    wrong += [f"{t.name!r} has an unknown data type {t.dtype!r}" for t in tensors if t.dtype not in ITEMSIZE]
+    if wrong:
+        raise InvalidRequest(f"the checkpoint cannot be traced: {'; '.join(wrong[:12])}")
 
 
 def _targets(
@@ -145,6 +156,8 @@ def _targets(
             ) from error
         place = recorder.place(kept)
         assert place is not None
+        if tensor.numel() and overlaps_itself(place.shape, place.strides):
+            raise InvalidRequest(f"parameter {name!r} cannot be traced: its elements share memory")
         targets.append(_Target(name, tensor, kept, place, name in parameters))
     return targets
 
@@ -328,12 +341,13 @@ def _conclude(
         if x.parameter in needed
         and not any(is_optional(n, optional) for n in tied.get(x.parameter, [x.parameter]))
     ]  # fmt: skip
+    refused = {name for f in faults for name in f.tensors}
     trace = Trace(
         layout,
-        unused=tuple(t.name for i, t in enumerate(tensors) if i not in writer.used),
+        unused=tuple(t.name for i, t in enumerate(tensors) if i not in writer.used and t.name not in refused),
         left=tuple(writer.left),
         aliases=aliases,
-        tiers={tensors[i].name: "traced" for i in sorted(writer.used)},
+        tiers={t.name: "traced" for i, t in enumerate(tensors) if i in writer.used and t.name not in refused},
         faults=(*faults, *(Fault("", (), x.parameter, 0, "is not filled by the loader") for x in missing)),
     )
     if on_fault == "raise" and trace.faults:

@@ -84,7 +84,7 @@ def test_on_sigterm_long_polls_end_and_the_process_is_gone_within_five_seconds()
     """With its own embedded index, which must be gone too, and although a plan is being made."""
     with serving(prelude=ENDLESS_PLANNING) as (url, process), ControllerClient(url) as client:
         trainer = Trainer(client, "policy", world_size=1).join_all()
-        with pytest.raises(WaitTimeout, match="tiling .* is being made"):
+        with pytest.raises(WaitTimeout, match=r"tiling .* is being made"):
             trainer.open(1, timeout=0.1)
         outcome: list[BaseException] = []
 

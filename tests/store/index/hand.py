@@ -28,18 +28,23 @@ class Hand:
 
     def live_leases(self, version: int) -> set[str]:
         found = self.redis.zrangebyscore(f"{self.prefix}leases:{version}", time.time(), "+inf")
-        return {raw.decode() for raw in found}
+        return {_text(raw) for raw in found}
 
     def field(self, key: str, name: str | int) -> str | None:
         raw = self.redis.hget(self.prefix + key, str(name))
-        return None if raw is None else raw.decode()
+        return None if raw is None else _text(raw)
 
     def table(self, key: str) -> dict[str, str]:
-        return {k.decode(): v.decode() for k, v in self.redis.hgetall(self.prefix + key).items()}
+        return {_text(k): _text(v) for k, v in self.redis.hgetall(self.prefix + key).items()}
 
     def keys(self) -> set[str]:
         found = self.redis.keys(self.prefix.replace("{", "\\{") + "*")
-        return {raw.decode()[len(self.prefix) :] for raw in found}
+        return {_text(raw)[len(self.prefix) :] for raw in found}
 
     def close(self) -> None:
         self.redis.close()
+
+
+def _text(raw: object) -> str:
+    assert isinstance(raw, bytes)
+    return raw.decode()

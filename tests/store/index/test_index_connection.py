@@ -135,7 +135,7 @@ CALLS: list[Callable[[Index], Awaitable[object]]] = [
     lambda i: i.get_blob("plan", "p"),
     lambda i: i.put_blob("plan", "p", b"", 1),
     lambda i: i.digests("m", 1, [0]),
-    lambda i: i.events().__anext__(),  # type: ignore[attr-defined]
+    lambda i: i.events().__anext__(),
 ]
 
 

@@ -67,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
     # -- helpers -------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        return self.loop.run_until_complete(function(*args))  # type: ignore[arg-type]
+        return self.loop.run_until_complete(function(*args))
 
     def outcome(self, function: Callable[..., Awaitable[T]], *args: Any) -> T | Outcome:
         """The answer; an error or a wait as the reference puts it."""
@@ -103,9 +103,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.join_producer(rank, 2, False, False)
             self.join_consumer("g", rank, 2, False)
         if started == "all":
-            self.publish()
+            self.publish(1)
             self.update("g")
-            self.publish()
+            self.publish(1)
             self.begin_it("g", 0, self.consumer("g", 0, False), 0)
 
     def in_flight(self) -> list[tuple[str, int]]:
@@ -113,11 +113,15 @@ class IndexMachine(RuleBasedStateMachine):
         bands = sorted(self.ref.groups.items())
         return [(g, k) for g, band in bands for k, r in sorted(band.ranks.items()) if r.begun > r.done]
 
-    def some_rank(self, data: st.DataObject) -> tuple[str, int]:
-        """One of those, more often than not."""
-        reading = self.in_flight()
-        if reading and data.draw(st.sampled_from([True, True, False])):
-            return data.draw(st.sampled_from(reading))
+    def expected(self) -> list[tuple[str, int]]:
+        """Ranks that have not begun a round that is under way."""
+        bands = [(g, b) for g, b in sorted(self.ref.groups.items()) if b.moving]
+        return [(g, k) for g, b in bands for k, r in sorted(b.ranks.items()) if r.begun < self.ref.rounds[g]]
+
+    def some_rank(self, data: st.DataObject, preferred: list[tuple[str, int]]) -> tuple[str, int]:
+        """One of the preferred, more often than not."""
+        if preferred and data.draw(st.sampled_from([True, True, False])):
+            return data.draw(st.sampled_from(preferred))
         return data.draw(st.sampled_from(GROUPS)), data.draw(ranks)
 
     # -- members -------------------------------------------------------------------------------------
@@ -173,6 +177,16 @@ class IndexMachine(RuleBasedStateMachine):
         if holder:
             self.former[group, rank] = holder
 
+    @precondition(lambda self: self.ref.producers)
+    @rule(data=st.data(), cleanly=st.booleans())
+    def restart_producer(self, data: st.DataObject, cleanly: bool) -> None:
+        """A new session takes the place of one that left or died."""
+        rank, session = data.draw(st.sampled_from(sorted(self.ref.producers.items())))
+        if cleanly:
+            self.call(self.index.leave, "m", session)
+            self.ref.leave(session)
+        self.join_producer(rank, self.ref.size, True, self.ref.retention == 3)
+
     @precondition(lambda self: self.ref.sessions)
     @rule(data=st.data(), long=often)
     def die(self, data: st.DataObject, long: bool) -> None:
@@ -194,7 +208,7 @@ class IndexMachine(RuleBasedStateMachine):
         if stale and self.former:
             session = data.draw(st.sampled_from(sorted(self.former.values())))
         elif self.in_flight():
-            session = self.consumer(*self.some_rank(data), False)
+            session = self.consumer(*self.some_rank(data, self.in_flight()), False)
         rounds = [(g, data.draw(st.integers(max(1, n - 1), n))) for g, n in self.ref.rounds.items() if n]
         answer = self.call(self.index.heartbeat, "m", session, TTL, rounds, TTL)
         assert (answer.member, answer.lost) == self.ref.heartbeat(session, rounds)
@@ -245,13 +259,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.seal_it(version, rank, self.producer(rank, stale), "other" if other else "digest")
 
     @precondition(lambda self: self.ref.producers)
-    @rule()
-    def publish(self) -> None:
+    @rule(times=st.sampled_from([1, 1, 2, 3]))
+    def publish(self, times: int) -> None:
         """Every rank opens and seals the next version."""
-        version = self.next_version
+        for _ in range(times):
+            version = self.next_version
+            for rank, session in sorted(self.ref.producers.items()):
+                if self.open_it(version, rank, session, self.ref.incarnation)[0] == version:
+                    self.seal_it(version, rank, session, "digest")
+
+    @precondition(lambda self: self.ref.producers)
+    @rule()
+    def open_everywhere(self) -> None:
+        """Every rank opens the next version, or joins the open one."""
+        version = self.next_version if self.ref.open is None else self.ref.open
         for rank, session in sorted(self.ref.producers.items()):
-            if self.open_it(version, rank, session, self.ref.incarnation)[0] == version:
-                self.seal_it(version, rank, session, "digest")
+            self.open_it(version, rank, session, self.ref.incarnation)
 
     @precondition(lambda self: self.ref.versions)
     @rule(data=st.data(), rank=ranks, stale=often)
@@ -299,15 +322,17 @@ class IndexMachine(RuleBasedStateMachine):
         assert answer == expected
 
     @precondition(lambda self: self.ref.groups)
-    @rule(data=st.data(), group=st.sampled_from(GROUPS), rank=ranks, stale=often, choosy=often)
-    def begin_round(self, data: st.DataObject, group: str, rank: int, stale: bool, choosy: bool) -> None:
+    @rule(data=st.data(), stale=often, choosy=often)
+    def begin_round(self, data: st.DataObject, stale: bool, choosy: bool) -> None:
+        preferred = self.expected() or self.in_flight()
+        group, rank = self.some_rank(data, preferred)
         minimum = self.version_number(data) if choosy else 0
         self.begin_it(group, rank, self.consumer(group, rank, stale), minimum)
 
     @precondition(lambda self: self.ref.groups)
-    @rule(data=st.data(), stale=often, failed=often)
+    @rule(data=st.data(), stale=often, failed=st.sampled_from([False, False, True]))
     def finish_round(self, data: st.DataObject, stale: bool, failed: bool) -> None:
-        group, rank = self.some_rank(data)
+        group, rank = self.some_rank(data, self.in_flight())
         band = self.ref.groups.get(group)
         begun = band.ranks[rank].begun if band and rank in band.ranks else 0
         number = max(0, begun - data.draw(st.sampled_from([0, 0, 0, 1])))
@@ -327,7 +352,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), group=st.sampled_from(GROUPS))
     def round_status(self, data: st.DataObject, group: str) -> None:
         last = self.ref.rounds.get(group, 0)
-        number = data.draw(st.integers(max(0, last - 2), last))
+        number = max(0, last - data.draw(st.sampled_from([0, 0, 0, 1, 2])))
         answer = self.outcome(self.index.round_status, "m", group, number)
         if not isinstance(answer, tuple):
             answer = (answer.state.value, answer.version)
@@ -419,7 +444,7 @@ def test_any_sequence_of_calls_is_answered_as_the_reference_answers(valkey: str)
             IndexMachine,
             settings=settings(
                 max_examples=EXAMPLES,
-                stateful_step_count=40,
+                stateful_step_count=50,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),

@@ -146,11 +146,7 @@ def _step(n: Numbers, pool: list[Tensor], targets: list[Tensor]) -> None:
             size = t.shape[dim]
             divisors = [d for d in range(1, size + 1) if size % d == 0]
             d = divisors[n.take(len(divisors))]
-            out = (
-                t.view(*t.shape[:dim], d, size // d, *t.shape[dim + 1 :])
-                if t.is_contiguous()
-                else t.reshape(-1)
-            )
+            out = t.unflatten(dim, (d, size // d))  # type: ignore[no-untyped-call]
         else:
             out = (
                 t.reshape(t.shape[::-1])

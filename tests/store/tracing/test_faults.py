@@ -243,7 +243,8 @@ def test_kept_faults_come_with_the_trace_and_name_op_tensor_parameter_and_tier()
     trace: Trace = trace_load(load, specs(weights), params, on_fault="keep")
     assert [(f.op, f.tensors, f.parameter, f.tier) for f in trace.faults] == [("add", ("b",), "b", 3)]
     assert trace.tier("a") == "traced"
-    assert trace.unused == ("b",)
+    assert trace.tier("b") == "refused"
+    assert trace.unused == ()
     assert "passes through `add`" in trace.report()
 
 
@@ -260,6 +261,19 @@ def test_a_loader_that_swallows_the_exception_does_not_swallow_the_fault() -> No
 def test_a_parameter_without_a_storage_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="'p'"):
         trace_load(lambda w: None, [], {"p": torch.eye(3).to_sparse()})
+    with pytest.raises(InvalidRequest, match="share memory"):
+        trace_load(lambda w: None, [], {"p": torch.ones(3).expand(2, 3)})
+
+
+def test_a_checkpoint_that_cannot_be_is_an_invalid_request() -> None:
+    tensors = [TensorSpec("a", (1,), "float31"), TensorSpec("b", (1,), "int8"), TensorSpec("b", (2,), "int8")]
+    with pytest.raises(InvalidRequest, match=r"'b' is listed 2 times; 'a' has an unknown data type"):
+        trace_load(lambda w: None, tensors, {})
+
+
+def test_writes_by_an_out_argument_are_noticed() -> None:
+    found = faults(lambda w, p: (p.data.copy_(w), torch.zeros(4, 4, out=p.data)))
+    assert [f.tensor for f in found] == ["a", "b"]
 
 
 def test_too_irregular_a_map_is_refused_with_the_tensors_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -105,6 +106,39 @@ def test_a_module_is_put_back_when_its_loader_raises() -> None:
     with pytest.raises(LayoutError, match="KeyError"):
         trace_module_load(module, specs(checkpoint(SHAPES)), load_weights=load)
     assert all(dict(module.named_parameters())[n] is p for n, p in parameters.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loaders_may_run_in_inference_mode_and_under_a_default_device(device: str) -> None:
+    module = Tiny(device)
+
+    @torch.inference_mode()
+    def load(weights: Weights) -> None:
+        with torch.device("cpu"):
+            for name, w in weights:
+                place = module.get_parameter(name)
+                buffer = torch.zeros(*w.shape)
+                buffer[...] = w.contiguous()
+                place.data.copy_(buffer)
+
+    tensors = [t for t in specs(checkpoint(SHAPES)) if t.name != "running"]
+    assert len(trace_module_load(module, tensors, load_weights=load).layout.table) == 3
+
+
+def test_a_loader_with_threads_of_its_own_is_refused_and_changes_nothing() -> None:
+    """The mode is not seen in other threads; meta tensors cannot be copied into live parameters there."""
+    module = Tiny()
+    before = {n: bits(t) for n, t in module.state_dict().items()}
+
+    def load(weights: Weights) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for name, w in weights:
+                pool.submit(module.get_parameter(name).data.copy_, w).result()
+
+    for live in (module, Tiny("meta")):
+        with pytest.raises(LayoutError, match=r"up\.bias"):
+            trace_module_load(live, specs(checkpoint(SHAPES))[:3], load_weights=load)
+    assert {n: bits(t) for n, t in module.state_dict().items()} == before
 
 
 def test_a_module_without_a_loader_is_an_invalid_request() -> None:

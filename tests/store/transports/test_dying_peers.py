@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -252,6 +255,37 @@ def test_a_serving_engine_that_died_is_replaced_by_the_next_serve(reader: Moonca
         assert after["generation"] != before["generation"]
         with reader.reach(after, 4096) as source:
             assert read_all(source, [Range(0, 4)])[0].tolist() == [5] * 4
+
+
+HANGING = """
+import json, sys, threading, time
+from weightdepot.store.transports.base import Range
+from weightdepot.store.transports.mooncake.transport import MooncakeTransport
+reader = MooncakeTransport(host="127.0.0.1")
+source = reader.reach(json.loads(sys.argv[1]), 1000)
+reading = lambda: list(source.fetch([Range(0, 1000)], time.monotonic() + 60))
+threading.Thread(target=reading, daemon=True).start()
+time.sleep(0.5)
+print(reader.pids["reading"][0])
+"""
+
+
+@pytest.mark.mooncake
+def test_a_process_can_end_while_a_thread_of_it_waits_for_a_stopped_peer(peers: Peers) -> None:
+    peer = peers("mooncake")
+    peer.signal(signal.SIGSTOP)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, json.dumps(peer.endpoint)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    until = time.monotonic() + 10
+    while is_alive(int(done.stdout)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(int(done.stdout)), "its engine was left behind"
 
 
 @pytest.mark.mooncake
