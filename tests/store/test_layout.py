@@ -24,7 +24,8 @@ from .strategies import checkpoints, groups
 @given(st.data())
 def test_a_layout_comes_back_from_its_bytes_with_the_same_digest(data: st.DataObject) -> None:
     for rank in data.draw(groups(data.draw(checkpoints()), complete=True)):
-        rank.builder.fill(Fill(next(iter(rank.buffers)), 0, (), (), 1.5)) if rank.buffers else None
+        for name in [n for n, b in rank.buffers.items() if b.numel()][:1]:
+            rank.builder.fill(Fill(name, 0, (), (), 1.5))
         layout = rank.layout
         again = Layout.from_bytes(layout.to_bytes())
         assert again == layout
