@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -141,8 +142,13 @@ class Version:
 
 
 def table(versions: list[Version], title: str) -> Table:
-    out = Table(title=title, caption="stall: of publish; pull: fused / plain; GB/s: of one rank")
-    for name in ("version", "loss", "stall ms", "pull ms", "needed MB", "moved MB", "GB/s", "over", "equal"):
+    out = Table(
+        title=title,
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        caption="stall: of publish; pull: fused / plain; GB/s: of one rank",
+    )
+    for name in ("v", "loss", "stall ms", "pull ms", "need MB", "moved MB", "GB/s", "over", "equal"):
         out.add_column(name, justify="right", no_wrap=True)
     for version in versions:
         out.add_row(*version.row(), style="red" if version.differences else None)
@@ -315,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(summary, indent=2))
     else:
         console.print(
-            f"{summary['versions']} versions, {summary['rollout_ranks']} rollout ranks, "
+            f"\n{summary['versions']} versions, {summary['rollout_ranks']} rollout ranks, "
             f"{summary['comparisons']} comparisons, {len(summary['differences'])} differences; "
             f"{summary['bytes_moved'] / 1e6:.1f} MB moved for {summary['bytes_needed'] / 1e6:.1f} MB needed "
             f"over {', '.join(summary['transports'])}; {summary['seconds']} s."
