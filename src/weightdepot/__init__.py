@@ -4,32 +4,38 @@ Trainers publish with `Producer`, rollout workers pull exactly the slices that t
 `Consumer`; a controller (`weightdepot serve`) keeps track of the versions.
 """
 
-from weightdepot.consumers import Consumer, Updated
-from weightdepot.producers import Producer, Published
-from weightdepot.store.errors import (
-    ControllerUnavailable,
-    IndexUnavailable,
-    IntegrityError,
-    InvalidRequest,
-    LayoutError,
-    LeaseLost,
-    MemberConflict,
-    PublishAborted,
-    SourceLost,
-    StaleGroup,
-    StoreFull,
-    TransportUnavailable,
-    Unauthorized,
-    UnknownModel,
-    VersionGone,
-    VersionNotNewer,
-    WaitTimeout,
-    WeightDepotError,
-)
-from weightdepot.store.layout import TensorSpec
-from weightdepot.store.progress import Progress, progress_bar
-from weightdepot.store.timeouts import Timeouts
-from weightdepot.store.weights import Shard
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightdepot.consumers import Consumer, Updated
+    from weightdepot.producers import Producer, Published
+    from weightdepot.store.errors import (
+        ControllerUnavailable,
+        IndexUnavailable,
+        IntegrityError,
+        InvalidRequest,
+        LayoutError,
+        LeaseLost,
+        MemberConflict,
+        PublishAborted,
+        SourceLost,
+        StaleGroup,
+        StoreFull,
+        TransportUnavailable,
+        Unauthorized,
+        UnknownModel,
+        VersionGone,
+        VersionNotNewer,
+        WaitTimeout,
+        WeightDepotError,
+    )
+    from weightdepot.store.layout import TensorSpec
+    from weightdepot.store.progress import Progress, progress_bar
+    from weightdepot.store.timeouts import Timeouts
+    from weightdepot.store.weights import Shard
 
 __all__ = [
     "Consumer",
@@ -60,3 +66,47 @@ __all__ = [
     "WeightDepotError",
     "progress_bar",
 ]
+
+# Where each name lives. They are imported when they are first used: the controller and the command line need
+# neither torch nor the transports.
+_HOME = {
+    "Consumer": "weightdepot.consumers",
+    "Updated": "weightdepot.consumers",
+    "Producer": "weightdepot.producers",
+    "Published": "weightdepot.producers",
+    "ControllerUnavailable": "weightdepot.store.errors",
+    "IndexUnavailable": "weightdepot.store.errors",
+    "IntegrityError": "weightdepot.store.errors",
+    "InvalidRequest": "weightdepot.store.errors",
+    "LayoutError": "weightdepot.store.errors",
+    "LeaseLost": "weightdepot.store.errors",
+    "MemberConflict": "weightdepot.store.errors",
+    "PublishAborted": "weightdepot.store.errors",
+    "SourceLost": "weightdepot.store.errors",
+    "StaleGroup": "weightdepot.store.errors",
+    "StoreFull": "weightdepot.store.errors",
+    "TransportUnavailable": "weightdepot.store.errors",
+    "Unauthorized": "weightdepot.store.errors",
+    "UnknownModel": "weightdepot.store.errors",
+    "VersionGone": "weightdepot.store.errors",
+    "VersionNotNewer": "weightdepot.store.errors",
+    "WaitTimeout": "weightdepot.store.errors",
+    "WeightDepotError": "weightdepot.store.errors",
+    "TensorSpec": "weightdepot.store.layout",
+    "Progress": "weightdepot.store.progress",
+    "progress_bar": "weightdepot.store.progress",
+    "Timeouts": "weightdepot.store.timeouts",
+    "Shard": "weightdepot.store.weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

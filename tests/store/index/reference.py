@@ -110,7 +110,9 @@ class Reference:
         self.sessions.discard(session)
 
     def kill(self, session: str, long: bool) -> None:
+        """Dead from now on, or for so long already that a sweep forgets it."""
         self.dead.add(session)
+        self.long_dead.discard(session)
         if long:
             self.long_dead.add(session)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -227,6 +228,46 @@ async def test_case_08_a_dead_rank_fails_the_round_and_the_others_may_finish(
     assert (await waits(index)).details["dead"] == [1]
     hand.end_lease(1, "g/1")
     assert await index.sweep("m") == [], "rank 0 is through: nothing is left to be marked"
+
+
+@pytest.mark.parametrize("ask", ["round_status", "group", "groups", "finish", "begin", "sweep"])
+async def test_whoever_asks_first_notices_the_dead_rank(index: Index, hand: Hand, ask: str) -> None:
+    await producers(index)
+    await consumers(index, size=3)
+    await publish(index, 1)
+    for rank in range(3):
+        await begin(index, rank)
+    hand.kill("c1")
+    asked: dict[str, Callable[[], Awaitable[object]]] = {
+        "round_status": lambda: index.round_status("m", "g", 1),
+        "group": lambda: index.group("m", "g"),
+        "groups": lambda: index.groups("m"),
+        "finish": lambda: finish(index, 0, 1),
+        "begin": lambda: waits(index, 0),
+        "sweep": lambda: index.sweep("m"),
+    }
+    await asked[ask]()
+    assert (hand.field("group:g", "error") or "").startswith("rank 1 died in round 1")
+
+
+async def test_a_group_with_a_rank_half_way_does_not_count_as_holding_its_old_version(
+    index: Index, hand: Hand
+) -> None:
+    """Rank 0 was writing version 2 when that was lost: 'nothing newer' would leave it torn."""
+    await producers(index)
+    await consumers(index)
+    await publish(index, 1)
+    await update(index)
+    await publish(index, 2)
+    await begin(index, 0)
+    hand.kill("c1")
+    assert (await index.group("m", "g")).state is GroupState.HALF
+    hand.kill("p0")
+    await index.report_lost("m", 2, 0, "gone")
+    other = await begin(index, 1)
+    assert (other.version, len(other.parts)) == (1, 2)
+    torn = await begin(index, 0)
+    assert (torn.round, torn.version, torn.held, len(torn.parts)) == (other.round, 1, None, 2)
 
 
 async def test_a_rank_that_was_only_asleep_makes_the_group_whole_after_all(index: Index, hand: Hand) -> None:

@@ -36,7 +36,7 @@ PROCESS = Process("boot/host", 1, 2)
 TTL = 3600.0  # nothing runs out by itself: the machine says when
 GROUPS = ("g", "h")
 # more for a search by hand: WEIGHTDEPOT_INDEX_EXAMPLES=5000 pytest tests/store/index -k sequence
-EXAMPLES = int(os.environ.get("WEIGHTDEPOT_INDEX_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("WEIGHTDEPOT_INDEX_EXAMPLES", "100"))
 _examples = itertools.count()
 
 often = st.integers(0, 7).map(lambda n: n == 7)  # seldom true; shrinks to False
@@ -60,9 +60,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.exists = False
 
     def teardown(self) -> None:
-        self.look()
-        self.call(self.index.close)
-        self.hand.close()
+        try:
+            self.look()
+        finally:
+            self.call(self.index.close)
+            self.hand.close()
 
     # -- helpers -------------------------------------------------------------------------------------
 
