@@ -94,7 +94,7 @@ class EngineProcess:
         self.pid = self._process.pid
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._log, os.getpid())
         # Not when the interpreter ends: that would wake daemon threads that wait for an answer, and one that
-        # then lets go of a tensor aborts us. The process sees our end of the socket close, and ends by itself.
+        # then lets go of a tensor aborts us. It sees our end of the socket close, and ends by itself.
         self._finalizer.atexit = False
 
     @property

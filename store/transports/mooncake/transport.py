@@ -94,7 +94,7 @@ class MooncakeTransport(Transport):
     name = "mooncake"
 
     def __init__(
-        self, *, host: str | None = None, protocol: str = "auto", batch_bytes: int = 16 << 20, lanes: int = 4
+        self, *, host: str | None = None, protocol: str = "auto", batch_bytes: int = 32 << 20, lanes: int = 4
     ) -> None:
         self.protocol: Protocol = resolve(protocol)
         self.host = host or default_host()
@@ -237,6 +237,8 @@ class _MooncakeSource(Source):
                 done += 1
         # The card takes an entry of each batch.
         batches = list(plan_batches(ranges, self._batch_bytes, MAX_ENTRIES - 1))
+        if batches and time.monotonic() > deadline:
+            raise self.overdue(done, len(ranges))
         retried = False
         while batches:
             arrived = 0

@@ -75,7 +75,13 @@ class Peer:
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            # Its traceback went to our standard error. Not left to the garbage collector, whose warning would
+            # fail whichever test runs then.
+            self.process.communicate()
+            raise RuntimeError(f"the peer ended with status {self.process.returncode} before it answered")
+        return json.loads(line)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 Prints one JSON line (its endpoint, and the processes that serve), and ends when its input does. "more" on
 a line serves another segment, of seed + 1, and prints its endpoint. "withdraw" withdraws the first.
+"fork" forks a child that does nothing, and prints its pid.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import numpy as np
 import torch
@@ -40,6 +42,12 @@ def main() -> None:
                 fill(other, seed + 1)
                 others.append(other)
                 print(json.dumps(transport.serve(other)), flush=True)
+            elif line.strip() == "fork":
+                child = os.fork()
+                if child == 0:  # lives on when its parent is killed, and holds all that it inherited
+                    time.sleep(60)
+                    os._exit(0)
+                print(json.dumps(child), flush=True)
             elif line.strip() == "withdraw":
                 transport.withdraw(segment)
                 print("null", flush=True)

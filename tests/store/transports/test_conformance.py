@@ -152,6 +152,30 @@ def test_closing_twice_is_allowed_and_reading_afterwards_is_not(served: Served) 
         served.reach()
 
 
+@pytest.mark.parametrize("file", ["../../etc/passwd", "/etc/passwd", "passwd", "weightdepot-a/../../x"])
+def test_shm_an_endpoint_cannot_make_a_reader_map_another_file(file: str) -> None:
+    with ShmTransport() as transport, Segment.create(64, "test", f"{os.getpid()}") as segment:
+        endpoint = {**transport.serve(segment), "file": file}
+        with pytest.raises(InvalidRequest, match="not the name of a segment"):
+            transport.reach(endpoint, 64)
+
+
+def test_shm_mappings_are_shared_and_let_go_when_their_file_is_gone_and_nobody_reads() -> None:
+    with ShmTransport() as transport, Segment.create(8192, "test", f"{os.getpid()}") as segment:
+        endpoint = transport.serve(segment)
+        first, second = transport.reach(endpoint, 8192), transport.reach(endpoint, 100)
+        assert next(first.fetch([Range(0, 1)], soon()))[1].data_ptr() == (
+            next(second.fetch([Range(0, 1)], soon()))[1].data_ptr()
+        )
+        first.close()
+        with transport.reach(endpoint, 8192) as again:
+            assert read_all(again, [Range(0, 8192)])[0].numel() == 8192
+        segment.close()
+        assert len(transport._mapped) == 1, "the second still reads"
+        second.close()
+        assert len(transport._mapped) == 0
+
+
 @pytest.fixture
 def local(kind: Kind) -> Kind:
     if kind.remote:

@@ -90,13 +90,19 @@ def test_mooncake_a_peer_killed_in_mid_read_is_lost_at_once_and_named(
 
 
 @pytest.mark.mooncake
-def test_mooncake_killing_only_the_producer_ends_its_engine_too(peers: Peers) -> None:
+@pytest.mark.parametrize("forked", [False, True], ids=["alone", "with-a-forked-child-that-lives-on"])
+def test_mooncake_killing_only_the_producer_ends_its_engine_too(peers: Peers, forked: bool) -> None:
     peer = peers("mooncake")
-    os.kill(peer.pids[0], signal.SIGKILL)
-    until = time.monotonic() + 10
-    while is_alive(peer.pids[1]) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not is_alive(peer.pids[1])
+    child = peer.ask("fork") if forked else None
+    try:
+        os.kill(peer.pids[0], signal.SIGKILL)
+        until = time.monotonic() + 10
+        while is_alive(peer.pids[1]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not is_alive(peer.pids[1])
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.mooncake
