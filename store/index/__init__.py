@@ -1,7 +1,14 @@
-"""The index: members, versions, leases and rounds, in Redis."""
+"""The index: members, versions, leases and rounds, in Redis.
 
-from weightdepot.store.index.embedded import EmbeddedRedis
-from weightdepot.store.index.index import Index
+`Index` and `EmbeddedRedis` are imported when they are first used: trainers and rollouts need the records
+only, and no Redis client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from weightdepot.store.index.records import (
     Event,
     Grant,
@@ -19,6 +26,10 @@ from weightdepot.store.index.records import (
     VersionState,
     Wait,
 )
+
+if TYPE_CHECKING:
+    from weightdepot.store.index.embedded import EmbeddedRedis
+    from weightdepot.store.index.index import Index
 
 __all__ = [
     "EmbeddedRedis",
@@ -39,3 +50,11 @@ __all__ = [
     "VersionState",
     "Wait",
 ]
+
+_HOME = {"EmbeddedRedis": "weightdepot.store.index.embedded", "Index": "weightdepot.store.index.index"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

