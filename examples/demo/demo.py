@@ -14,7 +14,6 @@ import json
 import os
 import queue
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
@@ -54,30 +52,29 @@ class Child:
     log: Path
 
     @classmethod
-    def start(
-        cls, name: str, command: list[str], folder: Path, messages: queue.Queue[Message] | None
-    ) -> Child:
+    def start(cls, name: str, command: list[str], folder: Path, messages: queue.Queue[Message]) -> Child:
         log = folder / f"{name}.log"
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if messages is not None else errors,
+                stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 env=environment,
             )
-        if messages is not None:
-            threading.Thread(target=cls._read, args=(name, process, messages), daemon=True).start()
+        threading.Thread(target=cls._read, args=(name, process, messages), daemon=True).start()
         return cls(name, process, log)
 
     @staticmethod
     def _read(name: str, process: subprocess.Popen[str], messages: queue.Queue[Message]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):
+            try:
                 messages.put(json.loads(line))
+            except json.JSONDecodeError:
+                messages.put({"kind": "text", "text": line.strip()})
         messages.put({"kind": "ended", "name": name, "status": process.wait()})
 
     def say(self, word: str) -> None:
@@ -155,10 +152,26 @@ def table(versions: list[Version], title: str) -> Table:
     return out
 
 
+def start_controller(folder: Path) -> tuple[Child, str]:
+    """A controller with its embedded index, and the URL at which it answers."""
+    said: queue.Queue[Message] = queue.Queue()
+    command = [sys.executable, "-m", "weightdepot.api", "serve", "--host", "127.0.0.1", "--port", "0"]
+    child = Child.start("controller", command, folder, said)
+    try:
+        first = said.get(timeout=60)
+    except queue.Empty:
+        first = {"kind": "nothing"}
+    if first["kind"] != "text" or "http" not in first["text"]:
+        child.stop(grace=0)
+        raise Failed(f"the controller did not start: {first}\n{child.log.read_text()}")
+    return child, first["text"].split()[-1]
+
+
 class Demo:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
         self.messages: queue.Queue[Message] = queue.Queue()
+        self.controller: Child | None = None
         self.children: list[Child] = []
         self.parameters = 0
         self.versions: list[Version] = []
@@ -168,13 +181,7 @@ class Demo:
         return [c for c in self.children if c.name.startswith("trainer")]
 
     def start(self) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        serve = [sys.executable, "-m", "weightdepot.api", "serve", "--host", "127.0.0.1", "--port", str(port)]
-        self.children.append(Child.start("controller", serve, self.folder, None))
-        self._await_controller(url)
+        self.controller, url = start_controller(self.folder)
         common = [
             "--controller", url, "--model", "policy", "--size", self.options.size, "--steps",
             str(self.options.steps), "--transport", self.options.transport, "--references", str(self.folder),
@@ -195,22 +202,13 @@ class Demo:
         command = [sys.executable, str(HERE / script), *arguments]
         self.children.append(Child.start(name, command, self.folder, self.messages))
 
-    def _await_controller(self, url: str) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if self.children[0].process.poll() is not None:
-                raise Failed("the controller ended at once")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/v1/ready", timeout=2).status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise Failed("the controller was not ready within 60 s")
-
     def _next(self, deadline: float) -> Message:
         try:
             message = self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))
         except queue.Empty:
             raise Failed("a process did not answer in time") from None
+        if message["kind"] == "text":  # a library's, not ours
+            return self._next(deadline)
         if message["kind"] == "ended":
             raise Failed(f"{message['name']} ended with status {message['status']}")
         return message
@@ -242,17 +240,17 @@ class Demo:
             yield version
 
     def stop(self) -> None:
-        for child in self.children[1:]:
+        for child in self.children:
             child.say("end")
-        for child in self.children[1:]:
+        for child in self.children:
             child.stop(grace=20)
-        if self.children:
-            self.children[0].process.terminate()
-            self.children[0].stop(grace=20)
+        if self.controller is not None:
+            self.controller.process.terminate()
+            self.controller.stop(grace=20)
 
     def logs(self) -> str:
         parts = []
-        for child in self.children:
+        for child in [*self.children, *([self.controller] if self.controller else [])]:
             text = child.log.read_text().strip()
             if text:
                 parts.append(f"--- {child.name}\n{text[-3000:]}")

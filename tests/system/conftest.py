@@ -1,4 +1,4 @@
-"""A real controller in a process of its own, with its embedded index; a fresh model name for each test."""
+"""A fresh model name for each test, and processes that join it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,9 @@ from typing import Any
 
 import pytest
 
-from weightdepot.api.client import ControllerClient
-
-from .harness import Child, Server
+from .harness import Child
 
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def controller() -> Iterator[str]:
-    server = Server("--port", "0")
-    try:
-        with ControllerClient(server.url) as client:
-            client.ready(timeout=20)
-        yield server.url
-    finally:
-        server.stop()
 
 
 @pytest.fixture
