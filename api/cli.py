@@ -57,7 +57,7 @@ def main() -> None:
 
 
 @contextmanager
-def _errors_said() -> Iterator[None]:
+def errors_said() -> Iterator[None]:
     """Our own errors as one message; whatever else is a bug and keeps its traceback."""
     try:
         yield
@@ -108,7 +108,7 @@ def serve(
     # imported here: the other commands start faster without the server
     from weightdepot.api import server
 
-    with _errors_said():
+    with errors_said():
         settings = Settings(
             host=host, port=port, redis_url=redis_url, data_dir=data_dir, run=run, log_level=log_level.value
         )
@@ -123,7 +123,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Who publishes, which versions there are, who holds which, and what is stuck."""
-    with _errors_said(), ControllerClient(controller, run) as client:
+    with errors_said(), ControllerClient(controller, run) as client:
         names = [model] if model is not None else client.models(timeout=ANSWER_TIMEOUT)
         reports = []
         for name in names:
@@ -146,7 +146,7 @@ def versions(
     as_json: AsJson = False,
 ) -> None:
     """The versions of a model that still matter, and the last few that are gone."""
-    with _errors_said(), ControllerClient(controller, run) as client:
+    with errors_said(), ControllerClient(controller, run) as client:
         found = client.versions(model, timeout=ANSWER_TIMEOUT)
         if as_json:
             _print_json({"model": model, "versions": msgspec.to_builtins(found)})
@@ -165,7 +165,7 @@ def wait(
     as_json: AsJson = False,
 ) -> None:
     """Wait until a version is ready; print its number."""
-    with _errors_said(), ControllerClient(controller, run) as client:
+    with errors_said(), ControllerClient(controller, run) as client:
         found = client.latest(model, min_version=min_version, timeout=timeout)
         if as_json:
             _print_json(msgspec.to_builtins(found))

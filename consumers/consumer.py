@@ -5,26 +5,35 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
 
-from typing_extensions import Self
+import torch
+from torch import nn
+from typing_extensions import Self, TypeIs
 
 from weightdepot.api.client import ControllerClient
 from weightdepot.api.membership import Membership, new_session, take_rank
+from weightdepot.consumers.prefetch import Prefetching, Wanted
 from weightdepot.consumers.pull import Pulled, pull
+from weightdepot.consumers.rounds import Rounds
+from weightdepot.consumers.staging import Staging
 from weightdepot.consumers.target import LoadWeights, target_of
-from weightdepot.store.errors import InvalidRequest, LeaseLost, SourceLost, StaleGroup, WeightDepotError
+from weightdepot.store.errors import InvalidRequest, WaitTimeout
 from weightdepot.store.hosts import this_process
-from weightdepot.store.index.records import GroupState, Round
+from weightdepot.store.index.records import Round
 from weightdepot.store.layout import Layout, TensorSpec
 from weightdepot.store.planning import Plan
 from weightdepot.store.progress import OnProgress, Progress, ignore
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Mapped, Weights
+
+Install = Callable[[Mapping[str, torch.Tensor]], None]
+Tracer = Callable[[Sequence[TensorSpec]], Mapped]
 
 
 @dataclass(frozen=True)
@@ -33,9 +42,11 @@ class Updated:
 
     version: int
     wait: float
-    """For the version, and for the other ranks to begin."""
+    """For the version, and for the other ranks to begin; for a prefetch that was under way."""
     pull: float
-    """Reading, checking and writing into the parameters."""
+    """Reading, checking and writing into the parameters; 0 for what was prefetched."""
+    place: float
+    """Copying from staging memory into the parameters; 0 where it was read straight into them."""
     group: float
     """For the other ranks to finish."""
     needed: int
@@ -44,13 +55,27 @@ class Updated:
     """What was read to get it."""
     transports: tuple[str, ...]
     """Those really in use."""
+    prefetched: bool = False
+    """Whether it was read in the background."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A round that this rank has begun and not finished."""
+
+    turn: Round
+    done: Pulled
+    pull: float = 0.0
+    staged: bool = False
+    prefetched: bool = False
 
 
 class Consumer:
     """One rank of a rollout engine. All ranks of `group` move to the same version in the same round.
 
     controller: its URL. model: the name under which versions are published.
-    weights: an `nn.Module`, or a mapping of names to tensors; updated in place.
+    weights: an `nn.Module`, or a mapping of names to tensors; updated in place. Adapters give a function that
+    makes a `Mapped` of the checkpoint's tensors, once they are known.
     load_weights: the engine's own loader (it takes an iterable of names and tensors), traced once to find
     where each element goes; None where names and shapes are the checkpoint's.
     group, rank, world_size: the engine, and this rank's place in it; never read from the environment.
@@ -58,6 +83,8 @@ class Consumer:
     transport: "auto" (the best that reaches each source), "shm" or "mooncake".
     verify: compare the digest of every tile that arrives with the one that the trainer took.
     optional: parameters that the loader may leave alone.
+    install: how new weights are put in place, where that is more than a copy: it is given the staged buffers
+    by name, which it must not keep. Every update then goes through staging memory.
     on_progress: called with a `Progress` during waits and pulls.
 
     A context manager. Used by one thread at a time.
@@ -72,7 +99,7 @@ class Consumer:
         controller: str,
         *,
         model: str,
-        weights: Weights,
+        weights: Weights | Tracer,
         load_weights: LoadWeights | None = None,
         group: str = "rollout",
         rank: int = 0,
@@ -81,6 +108,7 @@ class Consumer:
         transport: Literal["auto", "shm", "mooncake"] = "auto",
         verify: bool = True,
         optional: Iterable[str] = (),
+        install: Install | None = None,
         run: str = "default",
         timeouts: Timeouts | None = None,
         on_progress: OnProgress = ignore,
@@ -92,16 +120,26 @@ class Consumer:
         self.model, self.group, self.rank, self.world_size = model, group, rank, world_size
         self.timeouts = timeouts or Timeouts()
         self._weights, self._load_weights, self._optional = weights, load_weights, frozenset(optional)
-        self._verify, self._on_progress = verify, on_progress
+        self._verify, self._on_progress, self._install = verify, on_progress, install
         self._target: Mapped | None = None
         self._version: int | None = None
         self._last: Updated | None = None
         self._plans: dict[str, Plan] = {}
-        self._busy = threading.Lock()
+        self._busy = threading.Lock()  # one `update` at a time
+        self._working = threading.Lock()  # held by whoever, `update` or a prefetch, is in a round
+        self._preparing = threading.Lock()
+        self._claim: _Claim | None = None
+        self._staged: int | None = None
+        self._staging: Staging | None = None
+        self._prefetching = Prefetching(
+            f"weightdepot-prefetch-{model}", self._listen, self._prefetch, self._working
+        )
         self._closed = False
         self._session = new_session()
-        if tensors is not None or load_weights is None:
-            self._target = target_of(weights, load_weights, tuple(tensors or ()), self._optional)
+        if tensors is not None:
+            self._target = self._trace(tuple(tensors))
+        elif load_weights is None and not _is_tracer(weights):
+            self._target = self._trace(())
         with contextlib.ExitStack() as undo:
             self._transports = undo.enter_context(contextlib.closing(Transports(transport)))
             self._client = undo.enter_context(contextlib.closing(ControllerClient(controller, run=run)))
@@ -125,6 +163,9 @@ class Consumer:
             self._membership = undo.enter_context(
                 contextlib.closing(Membership(self._client, model, self._session, self.timeouts))
             )
+            self._rounds = Rounds(
+                self._client, self._membership, model, group, rank, self._session, self.timeouts
+            )
             self._undo = undo.pop_all()
 
     @property
@@ -139,6 +180,15 @@ class Consumer:
         return self._last
 
     @property
+    def staged(self) -> int | None:
+        """The version that a prefetch has staged, or is reading."""
+        return self._staged
+
+    def newest(self) -> int | None:
+        """The newest ready version that there is now."""
+        return self._client.model(self.model, timeout=self.timeouts.call).latest
+
+    @property
     def layout(self) -> Layout | None:
         """Where the checkpoint's elements go; None until `prepare` (or `update`) has found out."""
         return self._target.layout if self._target else None
@@ -150,38 +200,43 @@ class Consumer:
         for this rank, so that it moves just what it needs.
         Raises LayoutError naming everything that does not map, WaitTimeout when no producer came.
         """
-        if self._target is None:
-            self._on_progress(Progress(self.model, "wait", None, 0, 0, "for the producers"))
-            limit = self.timeouts.update if timeout is None else timeout
-            tensors = self._client.manifest(self.model, timeout=limit)
-            target = target_of(self._weights, self._load_weights, tensors, self._optional)
-            self._put_layout(target.layout)
-            self._client.set_layout(
-                self.model,
-                self.group,
-                rank=self.rank,
-                session=self._session,
-                layout=target.layout.digest,
-                timeout=self.timeouts.call,
-            )
-            self._target = target
-        return self._target.layout
+        with self._preparing:
+            if self._target is None:
+                self._on_progress(Progress(self.model, "wait", None, 0, 0, "for the producers"))
+                limit = self.timeouts.update if timeout is None else timeout
+                tensors = self._client.manifest(self.model, timeout=limit)
+                target = self._trace(tensors)
+                self._put_layout(target.layout)
+                self._client.set_layout(
+                    self.model,
+                    self.group,
+                    rank=self.rank,
+                    session=self._session,
+                    layout=target.layout.digest,
+                    timeout=self.timeouts.call,
+                )
+                self._target = target
+            return self._target.layout
+
+    def _trace(self, tensors: Sequence[TensorSpec]) -> Mapped:
+        weights = self._weights
+        if _is_tracer(weights):
+            return weights(tensors)
+        return target_of(weights, self._load_weights, tensors, self._optional)
 
     def update(self, min_version: int | None = None, timeout: float | None = None) -> int:
         """Bring the weights to the newest ready version, in place; the version now held.
 
         Every rank of the group calls it, and gets the same version. It waits until there is a version (at
         least `min_version`, if given), and until every rank of the group has applied it. When there is
-        nothing newer than what the group holds, it returns at once.
+        nothing newer than what the group holds, it returns at once. What a prefetch has brought is taken,
+        unless it is older than `min_version`.
 
         Raises WaitTimeout, SourceLost, LeaseLost, IntegrityError, LayoutError, and StaleGroup when another
         rank failed or did not come: then `version` may be None, the group is marked, and the next `update`
         brings all ranks to a whole version.
         """
-        if self._closed:
-            raise InvalidRequest(
-                f"this consumer of {self.model!r} is closed: make a new one", model=self.model
-            )
+        self._check_open()
         if not self._busy.acquire(blocking=False):
             raise InvalidRequest("update was called while another thread is in it", model=self.model)
         try:
@@ -189,63 +244,147 @@ class Consumer:
         finally:
             self._busy.release()
 
+    def prefetch(self, min_version: int | None = None, timeout: float | None = None) -> Future[int]:
+        """Read the next version into staging memory, in the background, while the weights serve; returns at
+        once. `apply` puts it in place.
+
+        It waits until there is a version that is newer than the one held (at least `min_version`, if given);
+        `timeout` bounds this wait, None: until there is one. The future's result is the version that is
+        staged; it raises what `update` raises, and the weights are then as they were, and the next `apply`
+        reads for itself. At most one version is staged: a prefetch that is under way, or whose version was
+        not applied yet, is returned again. `update` and `apply` end one that still waits.
+
+        The round of this version begins here: its lease keeps the version in the store until every rank of
+        the group has called `apply` (or `update`), which each must do.
+        """
+        self._check_open()
+        newer = 0 if self._version is None else self._version + 1
+        return self._prefetching.ask(max(min_version or 0, newer), timeout)
+
+    def apply(self, timeout: float | None = None) -> int:
+        """Put in place what `prefetch` has staged, at a safe point; the version now held.
+
+        Every rank of the group calls it. It is `update`: what no prefetch has brought is read now, and a
+        prefetch that is reading is waited for.
+        """
+        return self.update(timeout=timeout)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest(
+                f"this consumer of {self.model!r} is closed: make a new one", model=self.model
+            )
+
+    def _listen(self, version: int, timeout: float) -> None:
+        self.prepare(timeout)
+        self._client.latest(self.model, min_version=version, timeout=timeout)
+
+    def _prefetch(self, wanted: Wanted) -> int:
+        deadline = min(wanted.deadline, time.monotonic() + self.timeouts.update)
+        turn = self._rounds.begin(None, deadline)  # what the group is in: another rank may have begun
+        self._staged = turn.version
+        try:
+            self._claim = replace(self._stage(turn, deadline), prefetched=True)
+        except BaseException:
+            self._staged = None
+            raise
+        return turn.version
+
     def _update(self, min_version: int | None, timeout: float) -> int:
         deadline = time.monotonic() + timeout
         begun = time.perf_counter()
-        self.prepare(timeout)
-        self._on_progress(Progress(self.model, "wait", min_version, 0, 0, "for a version"))
-        turn = self._client.begin_round(
-            self.model,
-            self.group,
-            rank=self.rank,
-            session=self._session,
-            min_version=min_version or 0,
-            lease_ttl=self.timeouts.lease,
-            timeout=max(deadline - time.monotonic(), 0.0),
-        )
-        waited = time.perf_counter()
-        done = Pulled(0, 0, ())
-        if turn.held != turn.version or self._version != turn.version:
-            done = self._move(turn, deadline)
-        pulled = time.perf_counter()
-        status = self._client.finish_round(
-            self.model,
-            self.group,
-            rank=self.rank,
-            session=self._session,
-            round=turn.round,
-            timeout=max(deadline - time.monotonic(), 0.1),
-        )
-        if status.state is GroupState.HALF:
-            raise StaleGroup(
-                f"group {self.group!r} of {self.model!r} did not get to version {turn.version} as a whole: "
-                f"{status.error}; call update again on every rank",
-                model=self.model,
-                group=self.group,
-                version=turn.version,
+        self._prefetching.end()
+        if not self._working.acquire(timeout=timeout):
+            raise WaitTimeout(
+                f"waited {timeout:g} s for the prefetch of {self.model!r} that is under way", model=self.model
             )
+        try:
+            self.prepare(max(deadline - time.monotonic(), 0.0))
+            claim = self._take_staged(min_version)
+            if claim is None:
+                self._on_progress(Progress(self.model, "wait", min_version, 0, 0, "for a version"))
+                turn = self._rounds.begin(min_version, deadline)
+                wait = time.perf_counter() - begun
+                claim = self._read(turn, deadline)
+            else:
+                wait = time.perf_counter() - begun
+            place = self._place(claim)
+            placed = time.perf_counter()
+            self._rounds.finish(claim.turn, deadline)
+        finally:
+            self._working.release()
         self._last = Updated(
-            turn.version,
-            wait=waited - begun,
-            pull=pulled - waited,
-            group=time.perf_counter() - pulled,
-            needed=done.needed,
-            moved=done.moved,
-            transports=done.transports,
+            claim.turn.version,
+            wait=wait,
+            pull=0.0 if claim.prefetched else claim.pull,
+            place=place,
+            group=time.perf_counter() - placed,
+            needed=claim.done.needed,
+            moved=claim.done.moved,
+            transports=claim.done.transports,
+            prefetched=claim.prefetched,
         )
-        return turn.version
+        return claim.turn.version
 
-    def _move(self, turn: Round, deadline: float) -> Pulled:
-        """Pull the version of this round into the weights, while its lease is renewed in the background."""
-        self._membership.watch(self.group, turn.round)
+    def _take_staged(self, min_version: int | None) -> _Claim | None:
+        """What a prefetch has staged, if it will do and the group's round is still under way."""
+        claim = self._claim
+        if claim is None:
+            return None
+        turn = claim.turn
+        fits = turn.version >= (min_version or 0)
+        if fits and claim.staged and not self._rounds.goes_on(turn):
+            # Another rank failed or the lease ran out: nothing was written yet, and a new round is begun.
+            self._rounds.unwatch(turn)
+            claim = None
+        elif not fits:
+            self._rounds.give_up(
+                turn, f"version {min_version} or newer was asked for, {turn.version} was staged"
+            )
+            claim = None
+        self._claim = self._staged = None
+        return claim
+
+    def _moves(self, turn: Round) -> bool:
+        return turn.held != turn.version or self._version != turn.version
+
+    def _read(self, turn: Round, deadline: float) -> _Claim:
+        """Pull the version of this round: into staging memory where it is installed from there, else straight
+        into the weights."""
+        if self._install is not None:
+            return self._stage(turn, deadline)
+        if not self._moves(turn):
+            return _Claim(turn, Pulled(0, 0, ()))
+        assert self._target is not None
+        begun = time.perf_counter()
+        done = self._pull(turn, self._target, deadline, writes=True)
+        self._rounds.unwatch(turn)
+        self._version = turn.version
+        return _Claim(turn, done, time.perf_counter() - begun)
+
+    def _stage(self, turn: Round, deadline: float) -> _Claim:
+        """Pull the version of this round into staging memory. Its lease is renewed until it is placed."""
+        if not self._moves(turn):
+            return _Claim(turn, Pulled(0, 0, ()))
+        assert self._target is not None
+        begun = time.perf_counter()
+        if self._staging is None:
+            self._staging = Staging(self._target.layout)
+        buffers = self._staging.buffers
+        done = self._pull(turn, Mapped(self._target.layout, lambda: buffers), deadline, writes=False)
+        return _Claim(turn, done, time.perf_counter() - begun, staged=True)
+
+    def _pull(self, turn: Round, target: Mapped, deadline: float, writes: bool) -> Pulled:
+        """Read and check. The lease is renewed in the background from here on."""
+        self._rounds.watch(turn)
         try:
             plan = self._plan(turn.tiling, deadline)
-            assert self._target is not None
-            self._version = None  # from the first byte on the weights are neither the old nor the new
+            if writes:
+                self._version = None  # from the first byte on the weights are neither the old nor the new
             done = pull(
                 turn=turn,
                 plan=plan,
-                target=self._target,
+                target=target,
                 digests=self._client.digests(
                     self.model, turn.version, plan.sources, timeout=self.timeouts.call
                 )
@@ -256,44 +395,32 @@ class Consumer:
                 model=self.model,
                 on_progress=self._on_progress,
             )
-            if self._membership.lost(self.group, turn.round):
-                raise LeaseLost(
-                    f"the lease on version {turn.version} of {self.model!r} ran out while it was read "
-                    f"(longer than {self.timeouts.lease} s without a renewal): what was read is discarded",
-                    model=self.model,
-                    version=turn.version,
-                    group=self.group,
-                    rank=self.rank,
-                )
+            self._rounds.check_lease(turn)
         except BaseException as error:
-            self._fail(turn, error)
+            self._rounds.fail(turn, error)
             raise
-        finally:
-            self._membership.unwatch(self.group, turn.round)
-        self._version = turn.version
         return done
 
-    def _fail(self, turn: Round, error: BaseException) -> None:
-        """Tell the group, so that nobody waits for this rank. The first error is what the caller must see."""
-        with contextlib.suppress(WeightDepotError):
-            if isinstance(error, SourceLost) and isinstance(error.details.get("rank"), int):
-                self._client.report_lost(
-                    self.model,
-                    turn.version,
-                    rank=error.details["rank"],
-                    reason=str(error),
-                    timeout=self.timeouts.call,
-                )
-        with contextlib.suppress(WeightDepotError):
-            self._client.finish_round(
-                self.model,
-                self.group,
-                rank=self.rank,
-                session=self._session,
-                round=turn.round,
-                error=f"{type(error).__name__}: {error}",
-                timeout=self.timeouts.call,
-            )
+    def _place(self, claim: _Claim) -> float:
+        """Put in place what is staged; the seconds that it took."""
+        if not claim.staged:
+            return 0.0
+        assert self._staging is not None
+        assert self._target is not None
+        begun = time.perf_counter()
+        self._version = None
+        try:
+            if self._install is not None:
+                self._install(self._staging.buffers)
+            else:
+                self._staging.place(self._target.buffers())
+                self._target.finish()
+        except BaseException as error:
+            self._rounds.fail(claim.turn, error)
+            raise
+        self._rounds.unwatch(claim.turn)
+        self._version = claim.turn.version
+        return time.perf_counter() - begun
 
     def _plan(self, tiling: str, deadline: float) -> Plan:
         assert self._target is not None
@@ -314,8 +441,9 @@ class Consumer:
         self._client.put_layout(layout, timeout=self.timeouts.join)
 
     def close(self) -> None:
-        """Leave the group. The weights stay as they are."""
+        """Leave the group. The weights stay as they are; what is staged is let go."""
         self._closed = True
+        self._prefetching.end()
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -325,3 +453,7 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_tracer(weights: Weights | Tracer) -> TypeIs[Tracer]:
+    return callable(weights) and not isinstance(weights, nn.Module)

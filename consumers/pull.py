@@ -21,7 +21,7 @@ from weightdepot.store.weights import Mapped
 
 Hashes = np.typing.NDArray[np.uint64]
 
-LARGEST_RANGE = 32 << 20  # bytes read at once: long enough for full speed, short enough to stage
+LARGEST_RANGE = 8 << 20  # bytes read at once: long enough for full speed, several to a staging batch
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def pull(
                 **{**error.details, "model": model, "version": turn.version, "rank": rank},
             ) from error
     fill(target.layout.fills, buffers)
+    target.finish()
     return Pulled(plan.needed_nbytes, moved, tuple(sorted(used)))
 
 

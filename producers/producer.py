@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from weightdepot.api.client import ControllerClient
 from weightdepot.api.membership import Membership, new_session, take_rank
+from weightdepot.producers.sources import weights_of
 from weightdepot.store.digests import combine, digest_tiles
 from weightdepot.store.errors import InvalidRequest, PublishAborted, WaitTimeout, WeightDepotError
 from weightdepot.store.hosts import this_process
@@ -101,8 +102,8 @@ class Producer:
             )
         self.model, self.rank, self.world_size = model, rank, world_size
         self.timeouts = timeouts or Timeouts()
-        self._weights, self._dtype, self._on_progress = weights, dtype, on_progress
-        self._layout = layout_of(weights, dtype)
+        self._weights, self._dtype, self._on_progress = weights_of(weights), dtype, on_progress
+        self._layout = layout_of(self._weights, dtype)
         self._closed = False
         self._session = new_session()
         self._owner = hashlib.blake2b(f"{run}/{model}/{rank}".encode(), digest_size=8).hexdigest()

@@ -7,7 +7,7 @@ are columns of numbers, not objects, because the largest models have a million o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ import numpy as np
 from weightdepot.store import wire
 from weightdepot.store.dtypes import ITEMSIZE
 from weightdepot.store.errors import InvalidRequest, LayoutError, LayoutFault
-from weightdepot.store.geometry import Box, extent, overlaps_itself
+from weightdepot.store.geometry import Box, contiguous_strides, extent, flat_range_boxes, overlaps_itself
 
 Ints = wire.Ints
 
@@ -278,6 +278,35 @@ class LayoutBuilder:
         if box.numel:
             self._placements.append(Placement(tensor, box, buffer, offset, tuple(strides)))
 
+    def place_flat(
+        self,
+        tensor: str,
+        start: int,
+        stop: int,
+        buffer: str,
+        offset: int,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """Place elements `start` to `stop` (exclusive) of a flattened tensor, which was stated before and lie
+        one after another from element `offset` of a contiguous buffer on.
+
+        order: the dimensions from the outermost to the innermost one, where it is not row-major (a parameter
+        that was flattened in the order of its memory).
+        Raises ValueError for a range outside the tensor, or an order that is not one of its dimensions.
+        """
+        shape = self._tensors[tensor].shape
+        order = tuple(range(len(shape))) if order is None else tuple(order)
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"{order} is no order of the dimensions of {shape}")
+        turned = tuple(shape[d] for d in order)
+        steps = contiguous_strides(turned)
+        back = [order.index(d) for d in range(len(shape))]
+        strides = tuple(steps[j] for j in back)
+        for piece in flat_range_boxes(turned, start, stop):
+            first = sum(o * s for o, s in zip(piece.offset, steps, strict=True))
+            box = Box(tuple(piece.offset[j] for j in back), tuple(piece.shape[j] for j in back))
+            self.place(tensor, box, buffer, offset + first - start, strides)
+
     def fill(self, fill: Fill) -> None:
         self._fills.append(fill)
 
@@ -325,6 +354,33 @@ class LayoutBuilder:
         )
         check(layout)
         return layout
+
+
+def renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
+    """Of the layout the tensors that `names` lists, under the names it gives them, and their buffers.
+
+    Raises LayoutError where two tensors would bear one name.
+    """
+    builder = LayoutBuilder()
+    faults = []
+    taken: dict[str, str] = {}
+    for t in layout.tensors:
+        if t.name in names:
+            name = names[t.name]
+            if name in taken:
+                faults.append(LayoutFault(name, f"would be both {taken[name]!r} and {t.name!r}"))
+                continue
+            taken[name] = t.name
+            builder.tensor(name, t.shape, t.dtype)
+    if faults:
+        raise LayoutError("two tensors cannot bear one name", faults)
+    buffers = {b.name: b for b in layout.buffers}
+    for p in layout.placements():
+        if p.tensor in names:
+            b = buffers[p.buffer]
+            builder.buffer(b.name, b.shape, b.strides, b.dtype)
+            builder.place(names[p.tensor], p.box, p.buffer, p.offset, p.strides)
+    return builder.build()
 
 
 def manifest_of(layouts: Iterable[Layout]) -> tuple[TensorSpec, ...]:

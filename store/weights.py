@@ -7,12 +7,12 @@ needed for these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from weightdepot.store.dtypes import dtype_name
+from weightdepot.store.dtypes import dtype_name, torch_dtype
 from weightdepot.store.errors import InvalidRequest, LayoutError, LayoutFault
 from weightdepot.store.geometry import Box
 from weightdepot.store.layout import Layout, LayoutBuilder
@@ -37,10 +37,13 @@ class Mapped:
 
     buffers: gives the tensors that the layout speaks of, as they are now, since frameworks may replace a
     parameter's storage between two calls.
+    finish: called when a version's elements are in the buffers, before it counts as applied: for what no copy
+    can do.
     """
 
     layout: Layout
     buffers: Callable[[], Mapping[str, torch.Tensor]]
+    finish: Callable[[], None] = lambda: None
 
 
 # Narrower floats mean something only with their scales: they are published as they are.
@@ -48,6 +51,20 @@ _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Named = nn.Module | Mapping[str, "torch.Tensor | Shard"]
 Weights = Named | Mapped
+
+
+def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What weights held as `own` are published as, when `wanted` is asked for."""
+    return wanted if wanted is not None and own in _CASTABLE else own
+
+
+def stated_as(layout: Layout, dtype: torch.dtype) -> Layout:
+    """The same layout with its floating-point tensors in another data type: elements are cast on the way."""
+    tensors = tuple(
+        replace(t, dtype=dtype_name(published_dtype(torch_dtype(t.dtype), dtype))) for t in layout.tensors
+    )
+    return replace(layout, tensors=tensors)
+
 
 # what wrappers put into the names of parameters, and checkpoints never have
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -143,6 +160,20 @@ def local_buffers(weights: Weights) -> dict[str, torch.Tensor]:
     return {name: _local(w).tensor.detach() for name, w in named_weights(weights).items()}
 
 
+def place_weight(
+    builder: LayoutBuilder, name: str, weight: torch.Tensor | Shard, dtype: torch.dtype | None = None
+) -> None:
+    """Place what this rank holds of a weight, in a buffer of the same name.
+
+    Raises ValueError with the reason for a weight that has no box.
+    """
+    held = _local(weight)
+    own = held.tensor.dtype
+    builder.tensor(name, held.global_shape, dtype_name(published_dtype(own, dtype)))
+    builder.buffer(name, held.tensor.shape, held.tensor.stride(), dtype_name(own))
+    builder.place(name, held.box, name, 0, held.tensor.stride())
+
+
 def layout_of(weights: Weights, dtype: torch.dtype | None = None) -> Layout:
     """The layout of weights that bear the checkpoint's names, or that come with their layout.
 
@@ -150,20 +181,11 @@ def layout_of(weights: Weights, dtype: torch.dtype | None = None) -> Layout:
     Raises LayoutError naming every weight that cannot be placed.
     """
     if isinstance(weights, Mapped):
-        if dtype is not None:
-            raise InvalidRequest(
-                "these weights come with a layout, which states its data types: leave dtype out"
-            )
-        return weights.layout
+        return weights.layout if dtype is None else stated_as(weights.layout, dtype)
     builder, faults = LayoutBuilder(), []
     for name, weight in named_weights(weights).items():
         try:
-            held = _local(weight)
-            own = held.tensor.dtype
-            stated = dtype if dtype is not None and own in _CASTABLE else own
-            builder.tensor(name, held.global_shape, dtype_name(stated))
-            builder.buffer(name, held.tensor.shape, held.tensor.stride(), dtype_name(own))
-            builder.place(name, held.box, name, 0, held.tensor.stride())
+            place_weight(builder, name, weight, dtype)
         except ValueError as error:
             faults.append(LayoutFault(name, str(error)))
     if faults:

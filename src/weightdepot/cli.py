@@ -5,6 +5,8 @@ from __future__ import annotations
 from weightdepot.api.cli import app
 from weightdepot.consumers.layout_command import layout
 
+__all__ = ["app", "main"]
+
 app.command()(layout)
 
 

@@ -1,8 +1,20 @@
-"""From a framework's loader to a layout: `trace_load` and `trace_module_load`; `coverage` proves a layout."""
+"""From a framework's loader or exporter to a layout; `coverage` proves a layout."""
 
 from weightdepot.store.tracing.content import Fault
 from weightdepot.store.tracing.coverage import Left, coverage
+from weightdepot.store.tracing.export import trace_export
 from weightdepot.store.tracing.module import trace_module_load
-from weightdepot.store.tracing.trace import LoadWeights, Trace, trace_load
+from weightdepot.store.tracing.recording import LoadWeights
+from weightdepot.store.tracing.report import Trace
+from weightdepot.store.tracing.trace import trace_load
 
-__all__ = ["Fault", "Left", "LoadWeights", "Trace", "coverage", "trace_load", "trace_module_load"]
+__all__ = [
+    "Fault",
+    "Left",
+    "LoadWeights",
+    "Trace",
+    "coverage",
+    "trace_export",
+    "trace_load",
+    "trace_module_load",
+]

@@ -17,8 +17,8 @@ TIERS: Final = {1: "traced", 2: "probed", 3: "whole"}
 class Fault:
     """Something that the traced map cannot express.
 
-    `tier` is the tier that could: 2 (values only move, but not by views), 3 (values change); 0 where none
-    can (the loader itself is at fault, or control flow depends on values).
+    `tier` is the tier that could: 2 (values only move, in too irregular a way for a map), 3 (values change);
+    0 where none can (the loader itself is at fault, or control flow depends on values).
     """
 
     op: str
@@ -27,10 +27,14 @@ class Fault:
     tier: int
     reason: str
 
+    @property
+    def text(self) -> str:
+        where = f" on its way into {self.parameter!r}" if self.parameter else ""
+        return f"{self.reason}{where}"
+
     def __str__(self) -> str:
-        where = f" on its way into parameter {self.parameter!r}" if self.parameter else ""
         need = f" (tier {self.tier}, {TIERS[self.tier]!r}, would be needed)" if self.tier else ""
-        return f"{self.reason}{where}{need}"
+        return f"{self.text}{need}"
 
 
 class Untraceable(RuntimeError):
@@ -49,6 +53,7 @@ class Source:
     origin: torch.dtype  # in the checkpoint
     dtype: torch.dtype  # as which the stored bits are a number now
     rounded: bool = False  # whether the cast so far may have lost something
+    probed: bool = False  # whether it came here by an operation that is no view
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,10 @@ class Old:
 
 @dataclass(frozen=True)
 class Poison:
+    """Values that no map gives. `old`: the parameters (numbers) whose former values went into them."""
+
     fault: Fault
+    old: frozenset[int] = frozenset()
 
 
 Content = Source | Constant | Old | Poison

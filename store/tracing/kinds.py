@@ -1,4 +1,4 @@
-"""Kinds of operations, by name: what the tracer passes on, refuses, or leaves to a later tier."""
+"""Kinds of operations, by name: what the tracer passes on, or refuses."""
 
 from __future__ import annotations
 
@@ -31,15 +31,10 @@ _TRANSPARENT = frozenset(
                  "is_pinned", "is_same_size", "_has_compatible_shallow_copy_type")
     if hasattr(torch.ops.aten, name)
 )  # fmt: skip
-# operations that only move values: a later tier can map them by loading indices
-MOVES: Final = frozenset(
-    ("index", "index_select", "gather", "take", "take_along_dim", "masked_select", "embedding", "where",
-     "flip", "roll", "rot90", "sort", "tril", "triu", "repeat_interleave", "unique_dim", "im2col",
-     "index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_fill_", "index_fill",
-     "scatter_", "scatter", "put_", "masked_fill_", "masked_fill", "masked_scatter_", "masked_scatter",
-     "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
-     "pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
-)  # fmt: skip
+# draw new values without looking at those that are there
+OVERWRITES: Final = frozenset(
+    ("normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "bernoulli_")
+)
 # operations that answer with a value, not with a tensor
 ASKS: Final = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"))
 

@@ -7,7 +7,7 @@ was there before is hidden, element by element, by what was written later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ class _Layers:
 class Memory:
     """The elements of one storage, counted from its first byte in units of `itemsize`."""
 
-    __slots__ = ("_layers", "_linear", "entries", "initial", "itemsize", "numel", "preferred")
+    __slots__ = ("_layers", "_linear", "entries", "initial", "itemsize", "numel", "preferred", "watcher")
 
     def __init__(self, initial: Content, itemsize: int, numel: int, strides: Iterable[int]) -> None:
         self.initial = initial  # what unwritten elements hold; their image is their own position
@@ -63,16 +63,20 @@ class Memory:
         self.numel = numel
         self.preferred = tuple(s for s in strides if s > 0)
         self.entries: list[Entry] = []
+        self.watcher: Callable[[Content], None] | None = None  # is told what is written, overwritten or not
         self._layers: tuple[tuple[int, ...], _Layers] | None = None
         self._linear: tuple[int, int, Content] | None = (0, 1, initial)
 
     def write(self, entry: Entry) -> None:
-        """Positions of an entry differ from one another, unless all its elements are the same."""
-        if any(d[1] == 0 for d in entry.dims):
-            entry = entry._replace(dims=tuple(d if d[1] else (min(d[0], 1), 0, 0) for d in entry.dims))
+        """Positions of an entry differ from one another, unless all its elements are the same. Steps may be
+        negative here, and are turned round."""
+        if any(d[1] <= 0 for d in entry.dims):
+            entry = _rising(entry)
         numel = math.prod(d[0] for d in entry.dims)
         if numel == 0:
             return
+        if self.watcher is not None:
+            self.watcher(entry.content)
         self._layers = None
         self._linear = None
         if numel == self.numel and not overlaps_itself(
@@ -116,6 +120,12 @@ class Memory:
                 found.append(_entry(piece, digits, counts, first, frame.steps, self.initial, free))
         return found
 
+    def seen(self) -> list[Content]:
+        """What can be seen anywhere in it, and perhaps something that cannot any more."""
+        whole = self.entries and math.prod(d[0] for d in self.entries[0].dims) == self.numel
+        found = dict.fromkeys(e.content for e in self.entries)
+        return list(found if whole else {self.initial: None, **found})
+
     def _cut(self, entries: list[Entry], frame: Frame, shift: int) -> _Layers:
         key = (len(entries), shift, *frame.steps)
         if self._layers is not None and self._layers[0] == key and len(entries) == len(self.entries):
@@ -126,6 +136,20 @@ class Memory:
         if len(entries) == len(self.entries):
             self._layers = key, layers
         return layers
+
+
+def _rising(entry: Entry) -> Entry:
+    """The same write with positive steps only; a step of 0 writes one and the same element."""
+    start, image, dims = entry.start, entry.image, []
+    for n, step, image_step in entry.dims:
+        if step > 0:
+            dims.append((n, step, image_step))
+        elif step == 0:
+            dims.append((min(n, 1), 0, 0))
+        else:
+            start, image = start + (n - 1) * step, image + (n - 1) * image_step
+            dims.append((n, -step, -image_step))
+    return Entry(start, image, tuple(dims), entry.content)
 
 
 def _stop(entry: Entry) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from weightdepot.store.errors import InvalidRequest
 from weightdepot.store.layout import TensorSpec
-from weightdepot.store.tracing.trace import LoadWeights, Trace, trace_load
+from weightdepot.store.tracing.recording import Loading, LoadWeights
+from weightdepot.store.tracing.report import Trace
+from weightdepot.store.tracing.trace import OnFault, trace_loading
 
 T = TypeVar("T")
 
@@ -21,7 +23,8 @@ def trace_module_load(
     *,
     load_weights: LoadWeights | None = None,
     optional: Collection[str] = (),
-    on_fault: Literal["raise", "keep"] = "raise",
+    on_fault: OnFault = "raise",
+    whole: bool = True,
 ) -> Trace:
     """`trace_load` for a module: its parameters must be filled, its buffers may be.
 
@@ -43,10 +46,8 @@ def trace_module_load(
             **dict(module.named_parameters(remove_duplicate=False)),
         }
 
-    with _kept(module):
-        return trace_load(
-            loader, tensors, parameters, optional=optional, buffers=buffers, on_fault=on_fault, after=after
-        )
+    loading = Loading(loader, tensors, parameters, buffers, after, lambda: _kept(module))
+    return trace_loading(loading, optional, on_fault, whole)
 
 
 @contextmanager

@@ -135,15 +135,17 @@ def local_scalar_dense(rec: Recorder, func: Any, args: Args, kwargs: Kwargs) -> 
     value = rec.known_value(place)
     if value is not None:
         return value if place.dtype.is_floating_point else int(value)
-    return rec._other(func, args, kwargs)
+    return rec.other(func, args, kwargs)
 
 
 @handles("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
          "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones",
-         "full", "full_like", "new_full")  # fmt: skip
+         "full", "full_like", "new_full", "scalar_tensor")  # fmt: skip
 def making(rec: Recorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """New tensors of the loader: virtual, unless they are real tensors for counting (see the recorder)."""
     name = func.overloadpacket.__name__
+    if name == "scalar_tensor":
+        name, func, args = "full", aten.full.default, ((), *args)
     model = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (model.dtype if model is not None else None)
     if dtype is None:
@@ -152,8 +154,10 @@ def making(rec: Recorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
             dtype = torch.bool if isinstance(args[1], bool) else torch.int64
     device = kwargs.get("device") or (model.device if model is not None else torch.get_default_device())
     watched = model is not None and rec.place(model) is not None
-    if dtype in REAL_DTYPES and torch.device(device).type != "meta" and not watched:
-        return rec.run(func, args, kwargs)
+    if dtype in REAL_DTYPES and not watched:
+        out = rec.run(func, args, {**kwargs, "device": device})
+        if out.device.type != "meta":  # else it is large: better virtual
+            return out
     out = rec.geometry(func, args, kwargs)
     initial: Content = UNDEFINED
     if "full" in name:

@@ -10,6 +10,8 @@ and fails on live parameters, or leaves meta ones unfilled, which is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from weightdepot.store.tracing.content import (
     cast,
     constant,
 )
-from weightdepot.store.tracing.kinds import ASKS, MOVES, is_view
+from weightdepot.store.tracing.kinds import REAL_DTYPES, is_view
 from weightdepot.store.tracing.lattice import OutsideFrame, TooIrregular
 from weightdepot.store.tracing.memory import Entry, Memory
 from weightdepot.store.tracing.scalars import Issued, ScalarWeight, Tokens
@@ -55,6 +57,7 @@ class Place(NamedTuple):
         return self.dtype.itemsize == self.memory.itemsize
 
 
+MAX_REAL = 1 << 24  # elements of a counting tensor that a loader wants on meta, where it could not count
 Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -62,12 +65,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module. One trace each."""
 
     handlers: ClassVar[dict[Any, Handler]] = {}
+    unknown: ClassVar[Callable[..., Any]]  # set by `spoiling`
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
         self.faults: list[Fault] = []  # those that do not wait to land in a parameter
         self.touched: set[int] = set()  # tensors without elements that were copied somewhere
+        self.current = -1  # the tensor that the loader was given last
+        self.history: dict[int, set[int]] = {}  # parameter: tensors that ever went into it, or were current
+        self._index = {t.name: i for i, t in enumerate(tensors)}
         self._memories: dict[int, Memory] = {}
         # an address is not given out again while one of these lives
         self._storages: dict[int, StorageWeakRef] = {}
@@ -83,16 +90,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what is known ------------------------------------------------------------------------------
 
-    def incoming(self, index: int) -> torch.Tensor:
-        """The recording tensor of checkpoint tensor `index`."""
+    def incoming(self, index: int, strides: Sequence[int] | None = None) -> torch.Tensor:
+        """The recording tensor of checkpoint tensor `index`; contiguous, unless said otherwise."""
         spec = self.tensors[index]
         dtype = torch_dtype(spec.dtype)
         self._making = True
         try:
-            tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
+            if strides is None:
+                tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
+            else:
+                tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="meta")
         finally:
             self._making = False
-        memory = self._adopt(tensor, Source(index, dtype, dtype))
+        memory = self.adopt(tensor, Source(index, dtype, dtype))
         if tensor.numel() == 1:
             scalar = tensor.as_subclass(ScalarWeight)
             scalar.token = lambda: self.tokens.issue(memory, dtype, spec.name, self.stop)
@@ -103,9 +113,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch the storage of a parameter. `number` tells parameters apart."""
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         if memory is None:
-            self._adopt(tensor, Old(number))
+            self.history[number] = set()
+            self.adopt(tensor, Old(number)).watcher = partial(self._written, self.history[number])
         elif memory.preferred != tensor.stride():
             memory.preferred = ()  # several tensors of different shapes lie there
+
+    def _written(self, history: set[int], content: Content) -> None:
+        if self.current >= 0:
+            history.add(self.current)
+        if isinstance(content, Source):
+            history.add(content.tensor)
+        elif isinstance(content, Poison):
+            history.update(self.numbers(content.fault.tensors))
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where a tensor lies; None where nobody watches its storage."""
@@ -117,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return Place(memory, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def _adopt(self, tensor: torch.Tensor, initial: Content) -> Memory:
+    def adopt(self, tensor: torch.Tensor, initial: Content) -> Memory:
         storage = tensor.untyped_storage()
         itemsize = tensor.dtype.itemsize
         memory = Memory(initial, itemsize, storage.nbytes() // itemsize, tensor.stride())
@@ -129,14 +148,47 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def names(self, places: Iterable[Place]) -> tuple[str, ...]:
         """The checkpoint tensors whose elements lie in these views, in order of first appearance."""
-        found: dict[str, None] = {}
-        for place in places:
-            for entry in self.read(place):
-                if isinstance(entry.content, Source):
-                    found[self.tensors[entry.content.tensor].name] = None
-                elif isinstance(entry.content, Poison):
-                    found.update(dict.fromkeys(entry.content.fault.tensors))
-        return tuple(found)
+        return self.taint(c for place in places for c in self.contents(place))[0]
+
+    def numbers(self, names: Iterable[str]) -> list[int]:
+        return [self._index[name] for name in names]
+
+    def contents(self, place: Place) -> list[Content]:
+        """What lies in a view. Where it is read as another type or is too irregular: in all of its memory."""
+        if place.fits:
+            try:
+                dims = [(n, s, s) for n, s in zip(place.shape, place.strides, strict=True)]
+                return [e.content for e in place.memory.read(place.offset, 0, dims)]
+            except (TooIrregular, OutsideFrame):
+                pass
+        return place.memory.seen()
+
+    def taint(self, contents: Iterable[Content]) -> tuple[tuple[str, ...], frozenset[int]]:
+        """The checkpoint tensors, and the parameters' former values, that are among these."""
+        names: dict[str, None] = {}
+        old: set[int] = set()
+        for content in contents:
+            if isinstance(content, Source):
+                names[self.tensors[content.tensor].name] = None
+            elif isinstance(content, Poison):
+                names.update(dict.fromkeys(content.fault.tensors))
+                old |= content.old
+            elif isinstance(content, Old) and content.buffer >= 0:
+                old.add(content.buffer)
+        return tuple(names), frozenset(old)
+
+    def poison(
+        self, op: str, places: Iterable[Place], reason: str, tier: int = 3, keep_cause: bool = False
+    ) -> Poison:
+        """What becomes of values that come from these views. `keep_cause`: of several reasons the first one
+        says more than what became of it."""
+        contents = [c for place in places for c in self.contents(place)]
+        names, old = self.taint(contents)
+        fault = Fault(op, names, "", tier, reason)
+        if keep_cause:
+            causes = (c.fault for c in contents if isinstance(c, Poison))
+            fault = next((replace(f, tensors=names) for f in causes), fault)
+        return Poison(fault, old)
 
     def read(
         self, place: Place, to: int = 0, strides: Sequence[int] | None = None, origin: int = 0
@@ -145,14 +197,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not place.fits:
             reason = f"memory of {place.memory.itemsize}-byte elements is read as {place.dtype}"
             there = Place(place.memory, to, place.shape, tuple(strides or place.strides), place.dtype)
-            return [self._whole(there, Poison(Fault("view", self.initial_name(place), "", 3, reason)))]
+            return [self._whole(there, self.poison("view", [place], reason))]
         dims = zip(place.shape, place.strides, strides or place.strides, strict=True)
         try:
             return place.memory.read(place.offset, to, dims, origin)
         except (TooIrregular, OutsideFrame) as error:
-            fault = Fault("copy_", (), "", 2, f"a copy {error}")
             there = Place(place.memory, to, place.shape, tuple(strides or place.strides), place.dtype)
-            return [self._whole(there, Poison(fault))]
+            return [self._whole(there, self.poison("copy_", [place], f"a copy {error}", 2))]
 
     @staticmethod
     def _whole(place: Place, content: Content) -> Entry:
@@ -163,21 +214,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Set a whole view to a constant, or to something that cannot be mapped."""
         if not place.fits:
             m = place.memory
-            reason = f"memory of {m.itemsize}-byte elements is written as {place.dtype}"
-            held = content if isinstance(content, Poison) else Poison(Fault("view", (), "", 3, reason))
+            held = self.poison(
+                "view", [place], f"elements of {m.itemsize} bytes are written as {place.dtype}"
+            )
+            if isinstance(content, Poison):
+                names = dict.fromkeys((*content.fault.tensors, *held.fault.tensors))
+                held = Poison(replace(content.fault, tensors=tuple(names)), content.old | held.old)
             m.write(Entry(0, 0, ((m.numel, 1, 0),), held))
             return
         place.memory.write(self._whole(place, content))
 
-    def copy(self, target: Place, source: Place) -> None:
+    def copy(self, target: Place, source: Place, probed: bool = False) -> None:
         """Record `target.copy_(source)`; shapes are the same by now."""
         if not (target.fits and source.fits):
-            if source.fits or target.fits:
-                names = self.names([source]) if source.fits else ()
-                reason = "elements are copied through a view as a type of another size"
-                self.write(target, Poison(Fault("view", names, "", 3, reason)))
-            else:
-                self.write(target, UNDEFINED)  # poisons the whole memory: see write
+            reason = "elements are copied through a view as a type of another size"
+            self.write(target, self.poison("view", [source], reason))
             return
         if 0 in source.shape:
             if isinstance(source.memory.initial, Source):
@@ -188,6 +239,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source.dtype != target.dtype:
                 names = (self.tensors[content.tensor].name,) if isinstance(content, Source) else ()
                 content = cast(content, source.dtype, target.dtype, names)
+            if probed and isinstance(content, Source):
+                content = replace(content, probed=True)
             target.memory.write(entry._replace(content=content) if content is not entry.content else entry)
 
     # -- dispatch -----------------------------------------------------------------------------------
@@ -205,21 +258,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # of the variants that write to `out`, only joining ones are folded
         if handler is not None and ("out" not in kwargs or func.overloadpacket in (aten.cat, aten.stack)):
             return handler(self, func, args, kwargs)
-        return self._other(func, args, kwargs)
+        return self.other(func, args, kwargs)
 
-    def _tracked(self, args: Any) -> list[Place]:
+    def tracked(self, args: Any) -> list[Place]:
         places = (self.place(x) for x in tree_flatten(args)[0] if isinstance(x, torch.Tensor))
         return [p for p in places if p is not None]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Really run an operation on tensors that nobody watches, and remember that the results are ours."""
-        out = func(*args, **kwargs)
+        out = self._really(func, args, kwargs)
         for x in tree_flatten(out)[0]:
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 if storage._cdata not in self._memories and storage._cdata not in self._born:
                     self._born.add(storage._cdata)
                     self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return out
+
+    @staticmethod
+    def _really(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Counting tensors that are asked for on meta are made on the CPU, to be indices and masks there."""
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if any(x.device.type == "meta" for x in given):
+            if any(x.device.type != "meta" for x in given):
+                args, kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if (
+            isinstance(out, torch.Tensor)
+            and out.device.type == "meta"
+            and out.dtype in REAL_DTYPES
+            and out.numel() <= MAX_REAL
+            and "device" in kwargs
+        ):
+            return func(*args, **{**kwargs, "device": torch.device("cpu")})
         return out
 
     def geometry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,7 +304,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def born(self, tensor: torch.Tensor, initial: Content = UNDEFINED) -> Place:
         """Watch a meta tensor that the loader made."""
-        memory = self._adopt(tensor, initial)
+        memory = self.adopt(tensor, initial)
         return Place(memory, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def assign(self, target: torch.Tensor, source: torch.Tensor, op: str = "copy_") -> None:
@@ -244,12 +316,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place is None:
                 target.copy_(source)
                 return
-            to = self._adopt_real(target, self.names([place]) or self.initial_name(place), op)
+            to = self.adopt_real(target, self.names([place]) or self.initial_name(place), op)
             if to is None:
                 return
         if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
-            names = self.names([place]) if place else ()
-            self.write(to, Poison(Fault(op, names, "", 3, "a conjugated or negated view is copied")))
+            reason = "a conjugated or negated view is copied"
+            self.write(to, self.poison(op, [place] if place else [], reason))
             return
         if overlaps_itself(to.shape, to.strides):
             if any(n > 1 and s == 0 for n, s in zip(to.shape, to.strides, strict=True)):
@@ -257,19 +329,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "unsupported operation: more than one element of the written-to tensor refers to a "
                     "single memory location"
                 )
-            names = self.names([place]) if place else ()
-            self.write(to, Poison(Fault(op, names, "", 0, "is copied to a view that overlaps itself")))
+            reason = "is copied to a view that overlaps itself"
+            self.write(to, self.poison(op, [place] if place else [], reason, 0))
             return
         if place is not None:
             self.copy(to, place)
         else:
-            self.write(to, self._value(source, to.dtype, op))
+            self.write(to, self.value_of(source, to.dtype, op))
 
     def initial_name(self, place: Place) -> tuple[str, ...]:
         initial = place.memory.initial
         return (self.tensors[initial.tensor].name,) if isinstance(initial, Source) else ()
 
-    def _value(self, source: torch.Tensor, dtype: torch.dtype, op: str) -> Content:
+    def value_of(self, source: torch.Tensor, dtype: torch.dtype, op: str) -> Content:
         """The content that a real, untracked tensor gives: a constant, where it is one number."""
         if source.device.type != "meta" and source.numel():
             first = source[(0,) * source.dim()]
@@ -282,7 +354,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return Poison(Fault(op, (), "", 3, reason))
 
-    def _adopt_real(self, target: torch.Tensor, names: tuple[str, ...], op: str) -> Place | None:
+    def adopt_real(self, target: torch.Tensor, names: tuple[str, ...], op: str) -> Place | None:
         """From now on a real temporary of the loader is virtual. Any other tensor is somebody's: a fault."""
         storage = target.untyped_storage()
         if storage._cdata not in self._born:
@@ -296,59 +368,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         initial: Content = Poison(Fault(op, (), "", 3, "values that the loader computed are mixed in"))
         if flat.numel() and bool((flat == flat[0]).all()):
             initial = constant(flat[0].item(), target.dtype)
-        self._adopt(target, initial)
+        self.adopt(target, initial)
         return self.place(target)
 
-    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that moves or makes values in a way that the map has no words for."""
-        places = self._tracked((args, kwargs))
-        if not places:
-            return self.run(func, args, kwargs)
-        name = func._schema.name.split("::")[-1]
-        fault = self._fault(name, places)
-        schema = func._schema
-        written = [
-            (kwargs[a.name] if a.name in kwargs else args[i] if i < len(args) else None)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        if written:
-            for x in tree_flatten(written)[0]:
-                if isinstance(x, torch.Tensor):
-                    place = self.place(x) or self._adopt_real(x, fault.tensors, name)
-                    if place is not None:
-                        self.write(place, Poison(fault))
-            answers = [w for w in written if w is not None][: len(schema.returns)]
-            return answers[0] if len(schema.returns) == 1 else tuple(answers) if answers else None
-        if name in ASKS:
-            raise self.stop(fault)
-        try:
-            out = self.geometry(func, args, kwargs)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            # no meta kernel (a framework's own kernel), or a shape that depends on values
-            raise self.stop(fault) from error
-        leaves = tree_flatten(out)[0]
-        if not all(isinstance(x, torch.Tensor) for x in leaves):
-            raise self.stop(fault)
-        for x in leaves:
-            if x.untyped_storage()._cdata not in self._memories:
-                self._adopt(x, Poison(fault))
-        return out
-
-    def _fault(self, name: str, places: list[Place]) -> Fault:
-        for place in places:
-            for entry in self.read(place):
-                if isinstance(entry.content, Poison):
-                    return entry.content.fault  # the first cause says more than what became of it
-        names = self.names(places)
-        if name in ASKS:
-            return Fault(name, names, "", 0, f"the loader asks for a value ({name}) while no values exist")
-        if name in MOVES:
-            return Fault(name, names, "", 2, f"passes through `{name}`, which is no view")
-        return Fault(name, names, "", 3, f"passes through `{name}`, which may change values")
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+        """An operation that moves or makes values in a way that the map has no words for: see `spoiling`."""
+        return Recorder.unknown(self, func, args, kwargs, reason)
 
     def stop(self, fault: Fault) -> Untraceable:
         """The exception for a loader that cannot go on; the fault counts even if the loader catches it."""
+        fault = replace(fault, tier=0)  # no tier helps a loader that cannot be run to its end
         self.faults.append(fault)
         return Untraceable(fault)
 
@@ -364,6 +393,11 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
     if x.device.type == "meta":
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by the names of its schema."""
+    return {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
 def broadcast(issued: Issued, shape: Sequence[int]) -> Place:

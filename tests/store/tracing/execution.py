@@ -60,6 +60,21 @@ def apply(layout: Layout, weights: Mapping[str, Tensor], parameters: Mapping[str
             torch.as_strided(p, f.shape, f.strides, p.storage_offset() + f.offset).fill_(f.value)
 
 
+def deliver(
+    trace: Trace, loader: Loader, weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> None:
+    """An update: the layout first, then the loader with what must go through it, in copies of its own."""
+    apply(trace.layout, weights, parameters)
+    if trace.needs_loader:
+        with torch.no_grad():
+            loader(parameters, ((n, weights[n].clone()) for n in trace.whole))
+
+
+def others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Another version of a checkpoint."""
+    return {n: values(tuple(w.shape), w.dtype, 77 + i) for i, (n, w) in enumerate(weights.items())}
+
+
 def twins(parameters: Mapping[str, Tensor], device: str | None = None) -> dict[str, Tensor]:
     """Copies with the same strides, attributes and ties."""
     made: dict[int, Tensor] = {}
@@ -80,10 +95,12 @@ def twins(parameters: Mapping[str, Tensor], device: str | None = None) -> dict[s
     return {n: made[id(p)] for n, p in parameters.items()}
 
 
-def holes(left: Iterable[Left]) -> dict[str, list[bool]]:
-    """Which elements are left, whichever boxes say so."""
+def holes(left: Iterable[Left], aside: Iterable[str] = ()) -> dict[str, list[bool]]:
+    """Which elements are left, whichever boxes say so; not of the parameters that are set aside."""
     found = {}
     for x in left:
+        if x.parameter in aside:
+            continue
         mask = torch.full(x.shape, x.whole)
         for box in x.boxes:
             part = mask[tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))]
@@ -106,7 +123,8 @@ def compare(
     optional: Iterable[str] = (),
     live: bool = True,
 ) -> Compared:
-    """Trace the loader over live and over meta parameters, run it for real, carry out the layout: all agree.
+    """Trace the loader over live and over meta parameters, run it for real, carry out the trace: all agree,
+    for a first version and for a second one after it.
 
     Asserts also that tracing changed no parameter, and that the layout covers what it must.
     """
@@ -122,11 +140,14 @@ def compare(
         assert {n: bits(p) for n, p in parameters.items()} == before
         assert {n: (id(p), p.data_ptr(), p.shape, p.stride()) for n, p in parameters.items()} == identity
     trace = traces[0]
-    assert holes(coverage(trace.layout, optional=tuple(optional))) == holes(trace.left)
+    aside = trace.whole_parameters
+    assert [t.whole for t in traces] == [trace.whole] * len(traces)
+    assert holes(coverage(trace.layout, optional=(*optional, *aside)), aside) == holes(trace.left, aside)
     really, traced = twins(parameters), twins(parameters)
     with torch.no_grad():
         loader(really, ((n, w.clone()) for n, w in weights.items()))
-    apply(trace.layout, weights, traced)
+    deliver(trace, loader, others(weights), traced)
+    deliver(trace, loader, weights, traced)
     for name in parameters:
         assert bits(really[name]) == bits(traced[name]), f"{name} differs\n{trace.report()}"
     return Compared(trace, really)

@@ -6,6 +6,7 @@ that every list is a valid program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -29,19 +30,32 @@ class Numbers:
 
 
 def run(
-    numbers: Sequence[int], parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+    numbers: Sequence[int],
+    parameters: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
+    each: bool = False,
 ) -> None:
-    """Interpret the program. Ends with whole copies into some parameters never promised: parts may stay."""
-    pool = [w for _, w in weights]
+    """Interpret the program. Parts of the parameters may stay as they are.
+
+    `each`: one program for each tensor, as real loaders have, which know it when they are called with only
+    some. Else one that mixes all tensors, and does something else when some are missing.
+    """
     targets = list(parameters.values())
-    n = Numbers(numbers)
     parameters["r"].data.zero_()  # so that it may be read, too
-    while True:
+    if not each:
+        _run(Numbers(numbers), [w for _, w in weights], targets)
+        return
+    for name, w in weights:
+        _run(Numbers(numbers[list(CHECKPOINT).index(name) :: len(CHECKPOINT)]), [w], targets)
+
+
+def _run(n: Numbers, pool: list[Tensor], targets: list[Tensor]) -> None:
+    while pool:
         try:
             _step(n, pool, targets)
         except StopIteration:
             return
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             continue  # a write to a broadcast view: torch refuses it, with data and without
 
 
@@ -85,8 +99,64 @@ def _write(n: Numbers, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
 
+def _indices(n: Numbers, size: int, count: int) -> Tensor:
+    first, step = n.take(size), n.take(3)
+    return (torch.arange(count) * step + first) % size if n.take(3) else (torch.arange(count) ** 2) % size
+
+
+def _moved(n: Numbers, t: Tensor, dim: int, kind: int) -> Tensor:
+    """The elements of `t` in an order that is no view."""
+    size = t.shape[dim]
+    if kind == 0:
+        return t.flip(dim) if n.take(2) else t.flip(list(range(t.dim())))
+    if kind == 1:
+        return t.roll(n.take(size), dim) if n.take(2) else t.tril() if t.dim() > 1 else t.roll(1)
+    if kind == 2:
+        return t.index_select(dim, _indices(n, size, 1 + n.take(6)))
+    if kind == 3:
+        index: list[Tensor | slice] = [slice(None)] * t.dim()
+        for d in range(t.dim()):
+            if d == dim or n.take(2):
+                index[d] = _indices(n, t.shape[d], 3)
+        if n.take(3) == 0:
+            index[dim] = torch.arange(size) % 2 == n.take(2)
+            index = index[: dim + 1] if n.take(2) else [*(slice(None),) * dim, index[dim]]
+        return t[tuple(index)]
+    if kind == 4:
+        shape = list(t.shape)
+        shape[dim] = 1 + n.take(4)
+        return t.gather(dim, (torch.arange(math.prod(shape)) * (1 + n.take(5)) % size).reshape(shape))
+    mask = (torch.arange(t.numel()) % (2 + n.take(4)) == 0).reshape(t.shape)
+    if n.take(3) == 0:
+        return torch.masked_select(t, mask)
+    return torch.where(mask, t, t.flip(0)) if n.take(2) else torch.where(mask, t, 0)
+
+
+def _put(n: Numbers, source: Tensor, target: Tensor) -> None:
+    """Writes to chosen elements of a parameter."""
+    target = _narrowed(n, target)
+    kind = n.take(4)
+    rows = (torch.arange(target.shape[0]) % (1 + n.take(3))) == 0
+    if kind == 0:
+        target[rows] = [0, 2, -1.5][n.take(3)]
+    elif kind == 1:
+        target.masked_fill_(
+            torch.ones(target.shape, dtype=torch.bool).triu(1) if target.dim() > 1 else rows, 3
+        )
+    elif kind == 2:
+        target[rows] = source.flatten()[0] if source.numel() else 1
+    else:
+        source, target = _fit(source.clone(), target)
+        if target.dim() and source.shape == target.shape and source.dtype == target.dtype:
+            index = torch.arange(target.shape[0]).flip(0)
+            if n.take(2):
+                target[index] = source
+            else:
+                target.index_copy_(0, index, source)
+
+
 def _step(n: Numbers, pool: list[Tensor], targets: list[Tensor]) -> None:
-    code = n.take(27)
+    code = n.take(36)
     t = pool[n.take(len(pool))]
     dims = t.dim()
     dim = n.take(dims)
@@ -130,8 +200,19 @@ def _step(n: Numbers, pool: list[Tensor], targets: list[Tensor]) -> None:
     elif code == 26:
         out = _narrowed(n, targets[-1].data)
         out = out.clone() if n.take(2) else out
+    elif code == 34:
+        out = [t + 1, t * 2, -t, t.abs()][n.take(4)]
+    elif code == 35:
+        place = _narrowed(n, targets[n.take(len(targets))].data)
+        if n.take(2):
+            _write(n, t, place)
+        [lambda: place.mul_(2), lambda: place.copy_(-place), lambda: place.add_(1)][n.take(3)]()
+    elif code == 33:
+        _put(n, t, targets[n.take(len(targets))].data)
     elif dims and t.shape[dim]:
-        if code == 19:
+        if 27 <= code <= 32:
+            out = _moved(n, t, dim, code - 27)
+        elif code == 19:
             out = t.narrow(dim, *n.span(t.shape[dim]))
         elif code == 20:
             out = t.select(dim, n.take(t.shape[dim]))

@@ -40,7 +40,7 @@ def faults(
                 change(w, parameters[name])
 
         with pytest.raises(LayoutError) as caught:
-            trace_load(load, specs(weights), parameters)
+            trace_load(load, specs(weights), parameters, whole=False)
         found.append(caught.value.faults)
     assert {n: bits(p) for n, p in live.items()} == before
     assert {f.tensor for f in found[0]} == {f.tensor for f in found[1]}
@@ -60,31 +60,14 @@ ARITHMETIC: dict[str, Callable[[Tensor, Any], object]] = {
     "p.normal_()": lambda w, p: (p.data.copy_(w), p.data.normal_()),
     "a product in a temporary": lambda w, p: p.data.copy_(torch.zeros(4, 4).copy_(w) @ w),
 }
-MOVES: dict[str, Callable[[Tensor, Any], object]] = {
-    "index_select": lambda w, p: p.data.copy_(w.index_select(0, torch.tensor([3, 1, 2, 0]))),
-    "indexing by a list": lambda w, p: p.data.copy_(w[[3, 1, 2, 0]]),
-    "gather": lambda w, p: p.data.copy_(w.gather(0, torch.zeros(4, 4, dtype=torch.int64))),
-    "flip": lambda w, p: p.data.copy_(w.flip(0)),
-    "where": lambda w, p: p.data.copy_(torch.where(torch.ones(4, 4, dtype=torch.bool), w, 0)),
-    "p[mask] = w": lambda w, p: p.data.__setitem__(torch.tensor([True, False, True, True]), w[:3]),
-    "masked_fill_": lambda w, p: p.data.copy_(w.masked_fill_(torch.ones(4, 4, dtype=torch.bool), 0)),
-    "tril": lambda w, p: p.data.copy_(w.tril()),
-}
 
 
 @pytest.mark.parametrize("case", ARITHMETIC)
-def test_arithmetic_is_refused_and_says_tier_3(case: str) -> None:
+def test_arithmetic_is_refused_where_no_loader_can_run_and_says_tier_3(case: str) -> None:
     found = faults(ARITHMETIC[case])
     assert len(found) == 2
     assert all("tier 3" in f.reason for f in found)
     assert {"'a'" in found[0].reason, "'b'" in found[1].reason} == {True}
-
-
-@pytest.mark.parametrize("case", MOVES)
-def test_moves_that_are_no_views_are_refused_and_say_tier_2(case: str) -> None:
-    found = faults(MOVES[case])
-    assert [f.tensor for f in found] == ["a", "b"]
-    assert all("tier 2" in f.reason for f in found)
 
 
 VALUES: dict[str, Callable[[Tensor, Any], object]] = {
@@ -240,7 +223,7 @@ def test_kept_faults_come_with_the_trace_and_name_op_tensor_parameter_and_tier()
         for name, w in weights:
             params[name].data.copy_(w if name == "a" else w + 1)
 
-    trace: Trace = trace_load(load, specs(weights), params, on_fault="keep")
+    trace: Trace = trace_load(load, specs(weights), params, on_fault="keep", whole=False)
     assert [(f.op, f.tensors, f.parameter, f.tier) for f in trace.faults] == [("add", ("b",), "b", 3)]
     assert trace.tier("a") == "traced"
     assert trace.tier("b") == "refused"
@@ -279,7 +262,8 @@ def test_writes_by_an_out_argument_are_noticed() -> None:
 def test_too_irregular_a_map_is_refused_with_the_tensors_name() -> None:
     weights = [TensorSpec("w", (20_000, 2), "float32")]
     p = torch.empty(10_000, 2, device="meta")
-    with pytest.raises(LayoutError) as caught:
-        trace_load(lambda ws: [p.copy_(w[::2]) for _, w in ws], weights, {"p": p})
-    assert caught.value.faults[0].tensor == "w"
-    assert "boxes" in caught.value.faults[0].reason
+    for take in (lambda w: w[::2], lambda w: w[torch.randperm(20_000)[:10_000]]):
+        with pytest.raises(LayoutError) as caught:
+            trace_load(lambda ws, f=take: [p.copy_(f(w)) for _, w in ws], weights, {"p": p}, whole=False)  # type: ignore[misc]
+        assert caught.value.faults[0].tensor == "w"
+        assert "boxes" in caught.value.faults[0].reason

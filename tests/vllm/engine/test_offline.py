@@ -1,0 +1,45 @@
+"""Offline `LLM`, the real engine: after each update it computes what one started from those weights does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Checkpoints
+from .process import Engine, Trainer
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
+
+CASES = [
+    *[pytest.param(a, 1, False, id=a) for a in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss")],
+    pytest.param("qwen3", 2, False, id="qwen3-tp2"),
+    pytest.param("qwen3_moe", 2, False, id="qwen3_moe-tp2"),
+    pytest.param("qwen3_moe", 2, True, id="qwen3_moe-ep2"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "ranks", "experts"), CASES)
+def test_three_updates_in_a_row_each_bit_equal_to_an_engine_started_fresh(
+    controller: str, checkpoints: Checkpoints, tmp_path: Path, architecture: str, ranks: int, experts: bool
+) -> None:
+    """Greedy tokens and the bits of their log-probabilities. The first engine is itself the fresh one for the
+    weights that it comes back to in the end."""
+    weights = checkpoints(architecture)
+    fresh = []
+    with (
+        Trainer(controller, weights[0]) as trainer,
+        Engine(weights[0], tmp_path, ranks=ranks, experts=experts) as engine,
+    ):
+        fresh.append(engine.ask("generate"))
+        for other in weights[1:]:
+            with Engine(other, tmp_path, ranks=ranks, experts=experts) as started:
+                fresh.append(started.ask("generate"))
+        assert fresh[0] != fresh[1] != fresh[2] != fresh[0]
+
+        engine.ask("init", **trainer.info())
+        for version, which in ((1, 1), (2, 2), (5, 0)):
+            trainer.publish(version, weights[which])
+            engine.ask("update", min_version=version)
+            assert engine.ask("generate") == fresh[which], f"after version {version}"
+            assert engine.ask("version") == str(version)
