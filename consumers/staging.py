@@ -31,19 +31,31 @@ class Staging:
             ).as_strided(spec.shape, spec.strides)
             for spec in layout.buffers
         }
-        self._whole, self._parts = _regions(layout)
+        self._placing = Placing(layout)
 
-    @torch.no_grad()
     def place(self, into: Mapping[str, torch.Tensor]) -> None:
         """Copy what the layout fills, and nothing else, into the rank's own buffers.
 
         Raises LayoutError, before the first byte, when they changed their form.
         """
+        self._placing(self.buffers, into)
+
+
+class Placing:
+    """Copies what a layout fills, and nothing else, from one set of its buffers into another."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._whole, self._parts = _regions(layout)
+
+    @torch.no_grad()
+    def __call__(self, staged: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+        """Raises LayoutError, before the first byte, when `into` has not the form of the layout's buffers."""
         check_buffers(self.layout, into)
         targets = [into[name] for name in self._whole]
-        sources = [self.buffers[name] for name in self._whole]
+        sources = [staged[name] for name in self._whole]
         for name, start, shape, strides in self._parts:
-            for memory, found in ((into[name], targets), (self.buffers[name], sources)):
+            for memory, found in ((into[name], targets), (staged[name], sources)):
                 found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
         if targets:
             torch._foreach_copy_(targets, sources)

@@ -40,8 +40,8 @@ def fsdp1_weights(module: nn.Module) -> Mapped:
     wrapping and ignored modules. Tied parameters are published once, under their first name, and buffers as
     every rank has them.
 
-    The module is not gathered, neither here nor by a publish; a publish may come between any two steps, and
-    after an evaluation.
+    The module is not gathered, neither here nor by a publish; a publish may come at any time outside
+    `summon_full_params`, between forward and backward too.
 
     Raises InvalidRequest where nothing is wrapped, LayoutError naming every parameter that cannot be placed
     (flattened out of DTensors, or on meta).

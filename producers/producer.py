@@ -61,8 +61,9 @@ class Producer:
     """One trainer rank. All ranks of one trainer publish the same versions, each its own shards.
 
     controller: its URL. model: the name under which versions are published.
-    weights: an `nn.Module` (plain, or sharded by FSDP2), or a mapping of checkpoint names to tensors,
-    DTensors or `Shard`s. They are read at each `publish`; between two of them they are the caller's alone.
+    weights: an `nn.Module` (plain, or sharded by FSDP1, FSDP2 or ZeRO-3), a mapping of checkpoint names to
+    tensors, DTensors or `Shard`s, or `Mapped` weights (docs/producers.md names the adapters). They are read
+    at each `publish`; between two of them they are the caller's alone.
     rank, world_size: of this rank among all that publish; never read from the environment.
     retention: how many versions are kept in memory, at least 2, the same on every rank.
     dtype: what floating-point weights are published as, where it differs from what they are held in.

@@ -18,7 +18,8 @@ def weights_of(weights: Any) -> Weights:
     """The weights, with a layout for a model that FSDP1 or ZeRO-3 shards, and for one that transformers holds
     in another form than its checkpoints do.
 
-    Mappings and `Mapped` are left as they are, and so are other modules (plain, FSDP2). Raises InvalidRequest
+    Mappings and `Mapped` are left as they are, and so are other modules (plain, FSDP2; of DDP the module in
+    it). Raises InvalidRequest
     for a model that cannot be published without more being said (Megatron-core, PEFT), naming the function to
     use; and what the adapters raise.
     """
@@ -29,6 +30,8 @@ def weights_of(weights: Any) -> Weights:
         )
     if isinstance(weights, Mapping) or not isinstance(weights, nn.Module):
         return weights
+    if isinstance(weights, nn.parallel.DistributedDataParallel):
+        weights = weights.module
     module = unwrapped_engine(weights)
     if any(_is_megatron(m) for m in module.modules()):
         raise InvalidRequest(

@@ -194,8 +194,9 @@ def install() -> None:
 
 def _subclasses(cls: type) -> list[type[Any]]:
     found: list[type[Any]] = []
-    for sub in cls.__subclasses__():
-        found += [sub, *_subclasses(sub)]
+    below: list[type[Any]] = cls.__subclasses__()
+    for one in below:
+        found += [one, *_subclasses(one)]
     return found
 
 

@@ -23,7 +23,7 @@ def mend() -> None:
         method = getattr(owner, name)
         if not hasattr(method, "_weightdepot"):
             mended = functools.wraps(method)(make(method))
-            mended._weightdepot = True
+            setattr(mended, "_weightdepot", True)  # noqa: B010  a function's attribute
             setattr(owner, name, mended)
 
 

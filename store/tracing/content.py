@@ -71,10 +71,15 @@ class Old:
 
 @dataclass(frozen=True)
 class Poison:
-    """Values that no map gives. `old`: the parameters (numbers) whose former values went into them."""
+    """Values that no map gives.
+
+    `old`: the parameters (numbers) whose former values went into them. `how`: tells computations apart; with
+    the image, which element of what was computed, it says whether two values are the same.
+    """
 
     fault: Fault
     old: frozenset[int] = frozenset()
+    how: int = 0
 
 
 Content = Source | Constant | Old | Poison
@@ -113,8 +118,10 @@ def exact(source: torch.dtype, target: torch.dtype) -> bool:
 
 def cast(content: Content, seen: torch.dtype, target: torch.dtype, names: Iterable[str]) -> Content:
     """What becomes of `content`, read as `seen`, in a copy to `target`. `names`: for a fault's message."""
-    if isinstance(content, Old | Poison) or seen == target:
+    if isinstance(content, Old) or seen == target:
         return content
+    if isinstance(content, Poison):
+        return replace(content, how=hash((content.how, seen, target)))
     if isinstance(content, Constant):
         held = reread(content, seen)
         if held is None:

@@ -9,6 +9,7 @@ and fails on live parameters, or leaves meta ones unfilled, which is reported.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -182,13 +183,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Poison:
         """What becomes of values that come from these views. `keep_cause`: of several reasons the first one
         says more than what became of it."""
+        places = list(places)
         contents = [c for place in places for c in self.contents(place)]
         names, old = self.taint(contents)
         fault = Fault(op, names, "", tier, reason)
         if keep_cause:
             causes = (c.fault for c in contents if isinstance(c, Poison))
             fault = next((replace(f, tensors=names) for f in causes), fault)
-        return Poison(fault, old)
+        return Poison(fault, old, hash((op, tuple(contents), tuple(p[1:] for p in places))))
 
     def read(
         self, place: Place, to: int = 0, strides: Sequence[int] | None = None, origin: int = 0
@@ -207,7 +209,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _whole(place: Place, content: Content) -> Entry:
-        dims = tuple((n, s, 0) for n, s in zip(place.shape, place.strides, strict=True))
+        each = isinstance(content, Poison)  # what is computed differs from element to element
+        dims = tuple((n, s, s if each else 0) for n, s in zip(place.shape, place.strides, strict=True))
         return Entry(place.offset, 0, dims, content)
 
     def write(self, place: Place, content: Content) -> None:
@@ -219,8 +222,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             if isinstance(content, Poison):
                 names = dict.fromkeys((*content.fault.tensors, *held.fault.tensors))
-                held = Poison(replace(content.fault, tensors=tuple(names)), content.old | held.old)
-            m.write(Entry(0, 0, ((m.numel, 1, 0),), held))
+                how = hash((content.how, held.how))
+                held = Poison(replace(content.fault, tensors=tuple(names)), content.old | held.old, how)
+            m.write(Entry(0, 0, ((m.numel, 1, 1),), held))
             return
         place.memory.write(self._whole(place, content))
 
@@ -352,7 +356,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = (
             f"a tensor that comes from nothing recorded ({source.dtype}, {list(source.shape)}) is written"
         )
-        return Poison(Fault(op, (), "", 3, reason))
+        return Poison(Fault(op, (), "", 3, reason), how=hash(fingerprint(source)))
 
     def adopt_real(self, target: torch.Tensor, names: tuple[str, ...], op: str) -> Place | None:
         """From now on a real temporary of the loader is virtual. Any other tensor is somebody's: a fault."""
@@ -365,7 +369,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.faults.append(Fault(op, names, "", 0, reason))
             return None
         flat = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
-        initial: Content = Poison(Fault(op, (), "", 3, "values that the loader computed are mixed in"))
+        reason = "values that the loader computed are mixed in"
+        initial: Content = Poison(Fault(op, (), "", 3, reason), how=hash(fingerprint(flat)))
         if flat.numel() and bool((flat == flat[0]).all()):
             initial = constant(flat[0].item(), target.dtype)
         self.adopt(target, initial)
@@ -387,6 +392,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = {e.content for e in entries}
         only = values.pop() if len(values) == 1 else None
         return only.value if isinstance(only, Constant) and only.dtype == place.dtype else None
+
+
+def fingerprint(x: torch.Tensor) -> tuple[object, ...]:
+    """What tells apart real tensors of a loader."""
+    form = (x.dtype, tuple(x.shape))
+    if x.device.type == "meta" or x.numel() > MAX_REAL:
+        return form
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (*form, hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest())
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:

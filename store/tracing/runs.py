@@ -10,7 +10,6 @@ import numpy as np
 from weightdepot.store.layout import Ints
 from weightdepot.store.tracing.lattice import MAX_PIECES, TooIrregular
 
-
 Index = tuple[int | slice, ...]
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from weightdepot.store.geometry import contiguous_strides
 from weightdepot.store.tracing.content import Poison
 from weightdepot.store.tracing.kinds import ASKS, OVERWRITES
-from weightdepot.store.tracing.recorder import Place, Recorder, bind
+from weightdepot.store.tracing.memory import Entry
+from weightdepot.store.tracing.recorder import Place, Recorder, bind, fingerprint
 
 
 def unknown(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
@@ -27,13 +29,13 @@ def unknown(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     written = [bound.get(a.name) for a in changed]
     unread = [a.name for a in changed if a.kwarg_only or name in OVERWRITES]
     read = rec.tracked([value for key, value in bound.items() if key not in unread])
-    poison = _cause(rec, name, read, reason)
+    poison = replace(_cause(rec, name, read, reason), how=hash((str(func), _frozen(rec, (args, kwargs)))))
     if written:
-        for x in tree_flatten(written)[0]:
+        for k, x in enumerate(tree_flatten(written)[0]):
             if isinstance(x, torch.Tensor):
                 place = rec.place(x) or rec.adopt_real(x, poison.fault.tensors, name)
                 if place is not None:
-                    _spoil(rec, func, place, read, poison)
+                    _spoil(rec, func, place, read, replace(poison, how=hash((poison.how, k))))
         answers = [w for w in written if w is not None][: len(schema.returns)]
         return answers[0] if len(schema.returns) == 1 else tuple(answers) if answers else None
     if name in ASKS:
@@ -46,9 +48,9 @@ def unknown(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     leaves = tree_flatten(out)[0]
     if not all(isinstance(x, torch.Tensor) for x in leaves):
         raise rec.stop(poison.fault)
-    for x in leaves:
+    for k, x in enumerate(leaves):
         if rec.place(x) is None:
-            _spoil(rec, func, rec.born(x), read, poison)
+            _spoil(rec, func, rec.born(x), read, replace(poison, how=hash((poison.how, k))))
     return out
 
 
@@ -77,6 +79,21 @@ def _spoil(rec: Recorder, func: Any, place: Place, read: list[Place], poison: Po
     for entry in rec.read(source, place.offset, place.strides):
         names, old = rec.taint([entry.content])
         cause = entry.content.fault if isinstance(entry.content, Poison) else poison.fault
-        held = Poison(replace(cause, tensors=names), old)
-        dims = tuple((n, s, 0) for n, s, _ in entry.dims)
-        place.memory.write(entry._replace(content=held, image=0, dims=dims))
+        held = Poison(replace(cause, tensors=names), old, poison.how)
+        dims = tuple((n, s, s) for n, s, _ in entry.dims)
+        place.memory.write(Entry(entry.start, entry.start - place.offset, dims, held))
+
+
+def _frozen(rec: Recorder, value: Any) -> object:
+    """The arguments of an operation, as what two runs of a loader can be compared by."""
+    if isinstance(value, torch.Tensor):
+        place = rec.place(value)
+        if place is None:
+            return fingerprint(value)
+        entries = rec.read(place, 0, contiguous_strides(place.shape))
+        return (place.dtype, place.shape, tuple(entries))
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(rec, v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(rec, v)) for k, v in value.items())
+    return repr(float.__repr__(value)) if isinstance(value, float) else repr(value)

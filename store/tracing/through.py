@@ -139,9 +139,8 @@ class _Comparison:
         base = target.place.offset
         for entry, _, problem in rows:
             # where elements come from is compared as well; anything else is the same wherever it lies
-            mapped = isinstance(entry.content, Source) or (
-                isinstance(entry.content, Old) and problem is not None
-            )
+            moved = isinstance(entry.content, Old) and problem is not None
+            mapped = moved or isinstance(entry.content, Source | Poison)
             image = entry.image if mapped else entry.start
             steps = tuple(t if mapped else s for _, s, t in entry.dims)
             view = other.place._replace(
@@ -189,5 +188,5 @@ class _Comparison:
 
 def _same(a: Content, b: Content) -> bool:
     if isinstance(a, Poison) and isinstance(b, Poison):
-        return a.fault.op == b.fault.op and set(a.fault.tensors) == set(b.fault.tensors) and a.old == b.old
+        return a.how == b.how
     return a == b

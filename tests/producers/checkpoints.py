@@ -33,7 +33,12 @@ def config_of(kind: str, **changes: Any) -> Any:
         )
     if kind == "qwen2_moe":  # experts that all share beside the routed ones
         sizes = {**{k: v for k, v in TINY.items() if k != "head_dim"}, "num_hidden_layers": 1}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+        experts = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        }
         shared = {"shared_expert_intermediate_size": 20, "tie_word_embeddings": False}
         return transformers.Qwen2MoeConfig(**{**sizes, **experts, **shared, **changes})
     assert kind == "qwen3_moe"

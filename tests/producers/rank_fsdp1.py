@@ -84,11 +84,13 @@ def main(rank: Rank) -> None:
         dtype = torch.bfloat16 if name == "mixed" else None
         rank.publish(f"fsdp1-{name}", model, dtype=dtype)
         trained = rank.producer(f"fsdp1-{name}-trained", model, dtype=dtype)
-        # after a step, and after an evaluation (which leaves some parameters gathered)
+        # after a step and an evaluation, and between forward and backward, while parameters are gathered
         step(model, torch.optim.AdamW(model.parameters(), lr=0.05), rank.rank)
         with torch.no_grad():
             model(input_ids=torch.tensor([[1, 2, 3]]))
+        loss = model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
         trained.publish(1, timeout=60)
+        loss.backward()
         whole = gathered(model)
         rank.save(f"fsdp1-{name}-trained", {n: t.to(dtype or t.dtype) for n, t in whole.items()})
         if name in ("full-orig", "no-shard"):

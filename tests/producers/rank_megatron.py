@@ -164,7 +164,10 @@ def fill(model: Any, files: dict[str, torch.Tensor], hf: Any, ps: Any, vp_stage:
                 put(expert.linear_fc2.weight, columns(files[e + "down_proj.weight"], expert=True))
             if mlp.use_shared_expert:
                 put(mlp.shared_experts.linear_fc1.weight, gated(p + "mlp.shared_expert."))
-                put(mlp.shared_experts.linear_fc2.weight, columns(files[p + "mlp.shared_expert.down_proj.weight"]))
+                put(
+                    mlp.shared_experts.linear_fc2.weight,
+                    columns(files[p + "mlp.shared_expert.down_proj.weight"]),
+                )
                 put(mlp.shared_experts.gate_weight, files[p + "mlp.shared_expert_gate.weight"])
         else:
             put(mlp.linear_fc1.weight, gated(p + "mlp."))

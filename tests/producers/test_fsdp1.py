@@ -43,7 +43,7 @@ def test_readers_get_the_bytes_of_the_file(two: Said, controller: str, folder: P
 
 
 @pytest.mark.parametrize("name", [*UNITS, "mixed"])
-def test_after_a_step_and_an_evaluation_it_is_what_fsdp_gathers(
+def test_after_a_step_and_while_gathered_it_is_what_fsdp_gathers(
     two: Said, controller: str, folder: Path, name: str
 ) -> None:
     expected, before = load(folder / f"fsdp1-{name}-trained"), load(folder / "qwen3")

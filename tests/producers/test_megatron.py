@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)  # ranks are started by the first test
 FILES = {
     **{name: name.partition("-")[2] for name in ("tp-qwen3", "tp-qwen2", "tp-qwen3-mqa")},
     **{name: name.partition("-")[2] for name in ("pp-qwen3", "pp-qwen2", "vpp-qwen3")},
-    **{name: "qwen3_moe" for name in ("ep-moe", "etp-moe", "tp-ep-moe", "numbered-moe")},
+    **dict.fromkeys(("ep-moe", "etp-moe", "tp-ep-moe", "numbered-moe"), "qwen3_moe"),
     "shared-moe": "qwen2_moe",
 }
 

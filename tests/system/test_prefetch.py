@@ -32,7 +32,8 @@ def producer(controller: str, model: str) -> Iterator[Producer]:
 
 
 def publish(producer: Producer, version: int) -> None:
-    producer._weights["w"].fill_(version)  # type: ignore[index]
+    weights: Any = producer._weights
+    weights["w"].fill_(version)
     producer.publish(version)
 
 
@@ -51,7 +52,8 @@ def ranks(controller: str, model: str, n: int, **options: Any) -> Iterator[list[
 
 
 def holds(consumer: Consumer) -> float:
-    return float(consumer._weights["w"].unique().item())  # type: ignore[index, union-attr]
+    weights: Any = consumer._weights
+    return float(weights["w"].unique().item())
 
 
 def test_what_is_prefetched_changes_nothing_until_apply_which_only_copies(

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-import torch
-from safetensors.torch import load_file
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -17,18 +12,10 @@ from weightdepot.consumers.vllm.groups import rank_groups
 from weightdepot.consumers.vllm.offline import trace_model
 from weightdepot.consumers.vllm.shadow import shadow_of
 from weightdepot.store.checkpoint import checkpoint_tensors
-from weightdepot.store.layout import Layout
-from weightdepot.store.moving import Scatter, check_buffers, fill, pack
-from weightdepot.store.planning import make_packing, make_plan
-from weightdepot.store.tiling import make_tiling
-from weightdepot.store.tracing import Trace
-from weightdepot.store.weights import Shard, layout_of, local_buffers
 
+from ..filling import Filled, deliver, different, scribble, tensors_of, weights_of
 
-@dataclass(frozen=True)
-class Filled:
-    trace: Trace
-    different: tuple[str, ...]  # parameters and buffers whose bits are not those of vLLM's own loading
+__all__ = ["Filled", "both_ways", "deliver"]
 
 
 def both_ways(config: VllmConfig, rank: int) -> Filled:
@@ -40,74 +27,11 @@ def both_ways(config: VllmConfig, rank: int) -> Filled:
         loader = DefaultModelLoader(config.load_config)
         loader.load_weights(ours, config.model_config)  # as in an engine, which was started from some weights
         for module in (theirs, ours):
-            _scribble(module)
+            scribble(module)
         loader.load_weights(theirs, config.model_config)
-        weights: dict[str, torch.Tensor] = {}
-        for file in directory.glob("*.safetensors"):
-            weights.update(load_file(file))
-        deliver(weights, trace.layout, _tensors(ours))
+        weights = weights_of(directory)
+        deliver(weights, trace.layout, tensors_of(ours))
         if trace.needs_loader:
             load: Any = ours.load_weights
             load((name, weights[name].clone()) for name in trace.whole)
     return Filled(trace, different(theirs, ours))
-
-
-def deliver(weights: dict[str, torch.Tensor], layout: Layout, buffers: dict[str, torch.Tensor]) -> None:
-    """Publish `weights` from two ranks that hold each half of every tensor's rows, and pull them."""
-    ranks = [{name: _rows(w, half) for name, w in weights.items()} for half in (0, 1)]
-    layouts = [layout_of(shards) for shards in ranks]
-    tiling = make_tiling(layouts, [layout])
-    slots = []
-    for number, shards in enumerate(ranks):
-        source = tiling.source_tiling(number)
-        slot = torch.zeros(max(source.slot_nbytes, 1), dtype=torch.uint8)
-        pack(source, make_packing(source, layouts[number]), layouts[number], local_buffers(shards), slot)
-        slots.append(slot)
-    plan = make_plan(tiling, layout)
-    check_buffers(layout, buffers)
-    places = zip(plan.source.tolist(), plan.offset.tolist(), plan.nbytes.tolist(), strict=True)
-    Scatter(plan, layout, buffers).write(
-        range(len(plan.nbytes)), [slots[source][at : at + n] for source, at, n in places]
-    )
-    fill(layout.fills, buffers)
-
-
-def _rows(weight: torch.Tensor, half: int) -> Shard:
-    if not weight.dim():
-        return Shard(weight, (), ())
-    middle = weight.shape[0] // 2
-    local = weight[middle:] if half else weight[:middle]
-    return Shard(local, tuple(weight.shape), ((middle if half else 0), *(0,) * (weight.dim() - 1)))
-
-
-def _scribble(module: nn.Module) -> None:
-    """The same random elements in the same tensors, in whichever order they come."""
-    with torch.no_grad():
-        for name, tensor in _tensors(module).items():
-            generator = torch.Generator().manual_seed(crc32(name.encode()))
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 100)
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: t.detach()
-        for name, t in (*module.named_buffers(), *module.named_parameters(remove_duplicate=False))
-    }
-
-
-def different(a: nn.Module, b: nn.Module) -> tuple[str, ...]:
-    first, second = _tensors(a), _tensors(b)
-    return tuple(
-        name
-        for name in {**first, **second}
-        if name not in first or name not in second or not _same_bits(first[name], second[name])
-    )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
-        return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )

@@ -196,7 +196,7 @@ def _step(n: Numbers, pool: list[Tensor], targets: list[Tensor]) -> None:
     elif code == 17:
         out = t.contiguous()
     elif code == 18:
-        out = (t.to(torch.bfloat16) if n.take(16) == 0 else t.to(torch.float64)).to(t.dtype)
+        out = (t.to(torch.bfloat16) if n.take(3) == 0 else t.to(torch.float64)).to(t.dtype)
     elif code == 26:
         out = _narrowed(n, targets[-1].data)
         out = out.clone() if n.take(2) else out

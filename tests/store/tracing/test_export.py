@@ -174,6 +174,22 @@ def test_tied_and_transposed_local_tensors() -> None:
         trace_export(lambda local: {"t": local["t"].view(-1)}, local)
 
 
+@pytest.mark.slow
+def test_transformers_own_conversion_separates_the_experts() -> None:
+    """The library's `revert_weight_conversion`, which is what `save_pretrained` writes."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    loading = pytest.importorskip("transformers.core_model_loading")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=8,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    local = {n: t.detach() for n, t in model.state_dict().items()}
+    trace = compare(lambda local: loading.revert_weight_conversion(model, dict(local)), local)
+    assert set(trace.tiers.values()) == {"traced"}
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in trace.tiers
+
+
 def test_one_row_for_many_is_read_many_times() -> None:
     compare(lambda local: {"w": local["row"].expand(3, 4).contiguous()}, checkpoint({"row": (4,)}))
 

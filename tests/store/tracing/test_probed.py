@@ -199,6 +199,25 @@ def test_what_would_take_too_much_memory_to_probe_goes_through_the_loader() -> N
     assert "more than are probed at once" in trace.reasons["w"]
 
 
+def test_counting_tensors_are_real_and_packed_weights_are_not() -> None:
+    """A loader may count on meta; a temporary of packed weights, of whole numbers too, takes no memory."""
+    n = 1 << 20
+    p = torch.empty(n, n, dtype=torch.int32, device="meta")
+
+    def load(weights: Weights) -> None:
+        for _, w in weights:
+            rows = torch.zeros(4, dtype=torch.int64, device="meta")
+            rows[1:] += torch.arange(1, 4, device="meta")
+            assert rows.tolist() == [0, 1, 2, 3]
+            packed = torch.zeros(n, n, dtype=torch.int32, device="meta")
+            packed[:4] = w[rows]
+            p.copy_(packed)
+
+    trace = trace_load(load, [TensorSpec("w", (8, n), "int32")], {"p": p})
+    assert trace.tier("w") == "probed"
+    assert len(trace.layout.table) == 1
+
+
 @st.composite
 def labels(draw: st.DrawFn) -> Any:
     shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))

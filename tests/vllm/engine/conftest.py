@@ -12,6 +12,15 @@ from . import models
 
 pytest.importorskip("vllm", reason="needs vLLM: ./run test-vllm sets it up")
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:  # several engines start in a test, on two cores that others use too
+            item.add_marker(pytest.mark.timeout(900), append=False)
+
+
 Checkpoints = Callable[[str], list[Path]]
 
 

@@ -10,7 +10,10 @@ from typing import Any
 def register() -> None:
     from weightdepot.consumers.vllm import apply
 
-    process = apply._layerwise_process
+    if "WEIGHTDEPOT_TEST_LOADER" in os.environ:
+        _loader_that_computes()
+    module: Any = apply
+    process = module._layerwise_process
     if getattr(process, "faulty", False):
         return
 
@@ -24,4 +27,17 @@ def register() -> None:
         process(layer, info)
 
     faulty.faulty = True  # type: ignore[attr-defined]
-    apply._layerwise_process = faulty
+    module._layerwise_process = faulty
+
+
+def _loader_that_computes() -> None:
+    """Qwen3's loader, but it doubles some weights: no copy can do that."""
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    load = Qwen3ForCausalLM.load_weights
+
+    def doubling(self: Any, weights: Any) -> Any:
+        doubled = ("layers.0.self_attn.q_proj.weight", "layers.1.input_layernorm.weight")
+        return load(self, ((name, t * 2 if name.endswith(doubled) else t) for name, t in weights))
+
+    Qwen3ForCausalLM.load_weights = doubling

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +49,7 @@ def environment(directory: Path, ranks: int, **more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "WEIGHTDEPOT_TEST_FAULT": str(fault_file(directory)),
         # the default looks for NUMA nodes, which a container may not show
@@ -132,7 +133,15 @@ class Started:
 class Engine(Started):
     """`vllm.LLM`, offline; see `driver.py`."""
 
-    def __init__(self, weights: Path, directory: Path, *, ranks: int = 1, experts: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Path,
+        directory: Path,
+        *,
+        ranks: int = 1,
+        experts: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         options = {
             "model": str(weights), "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128,
             "max_num_seqs": 4, "enable_prefix_caching": False, "tensor_parallel_size": ranks,
@@ -141,7 +150,7 @@ class Engine(Started):
         super().__init__(
             [sys.executable, "-m", "tests.vllm.engine.driver", json.dumps(options)],
             directory,
-            environment(directory, ranks, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            environment(directory, ranks, VLLM_ENABLE_V1_MULTIPROCESSING="0", **(variables or {})),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -203,10 +212,15 @@ class ServedEngine(Started):
         super().__init__(
             command,
             directory,
-            environment(directory, 1, VLLM_SERVER_DEV_MODE="1"),
+            environment(directory, 1, VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_STREAM="ext://sys.stderr"),
             stdout=subprocess.DEVNULL,
         )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=120,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),  # an error of the server's ends its connection
+        )
         deadline = time.monotonic() + ENGINE_STARTS
         while not self._up():
             assert time.monotonic() < deadline, self.tail()
@@ -228,16 +242,32 @@ class ServedEngine(Started):
         return str(self.http.get("/weight_info").json()["weight_version"])
 
     def generate(self, prompt: list[int], tokens: int) -> httpx.Response:
-        return self.http.post(
+        return self.http.post("/inference/v1/generate", json=self._asked(prompt, tokens))
+
+    @staticmethod
+    def _asked(prompt: list[int], tokens: int) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        return {"token_ids": prompt, "sampling_params": sampling}
+
+    def stream(self, prompt: list[int], tokens: int, seen: Callable[[int], None]) -> dict[str, Any]:
+        """The same, token by token; `seen` is told how many there are. What a whole answer's choice has."""
+        found: dict[str, Any] = {"token_ids": []}
+        with self.http.stream(
+            "POST",
             "/inference/v1/generate",
-            json={
-                "token_ids": prompt,
-                "sampling_params": {
-                    "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 1,
-                    "detokenize": False,
-                },
-            },
-        )  # fmt: skip
+            json={**self._asked(prompt, tokens), "stream": True},
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+                    found["token_ids"] += choice.get("token_ids") or []
+                    for key in ("finish_reason", "weight_versions"):
+                        if choice.get(key) is not None:
+                            found[key] = choice[key]
+                seen(len(found["token_ids"]))
+        return found
 
     def close(self) -> None:
         self.http.close()

@@ -11,8 +11,6 @@ from weightdepot.store.errors import InvalidRequest
 from .conftest import Checkpoints
 from .process import Engine, Trainer, fault_file
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
-
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
 def test_a_layer_that_fails_is_named_and_the_engine_refuses_to_serve_until_a_whole_version_is_in(

@@ -9,8 +9,6 @@ import pytest
 from .conftest import Checkpoints
 from .process import Engine, Trainer
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
-
 CASES = [
     *[pytest.param(a, 1, False, id=a) for a in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss")],
     pytest.param("qwen3", 2, False, id="qwen3-tp2"),
@@ -43,3 +41,25 @@ def test_three_updates_in_a_row_each_bit_equal_to_an_engine_started_fresh(
             engine.ask("update", min_version=version)
             assert engine.ask("generate") == fresh[which], f"after version {version}"
             assert engine.ask("version") == str(version)
+
+
+def test_tensors_that_the_loader_computes_with_go_through_it_at_each_update(
+    controller: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """With a loader of Qwen3 that doubles a norm, and the q of a fused qkv of which k and v are copied."""
+    weights = checkpoints("qwen3")
+    computing = {"WEIGHTDEPOT_TEST_LOADER": "1"}
+    fresh = []
+    with (
+        Trainer(controller, weights[0]) as trainer,
+        Engine(weights[0], tmp_path, variables=computing) as engine,
+    ):
+        fresh.append(engine.ask("generate"))
+        with Engine(weights[1], tmp_path, variables=computing) as started:
+            fresh.append(started.ask("generate"))
+        engine.ask("init", **trainer.info())
+        assert "2 whole" in engine.tail() or "whole: 2" in engine.tail()
+        for version, which in ((1, 1), (2, 0)):
+            trainer.publish(version, weights[which])
+            engine.ask("update", version=version)
+            assert engine.ask("generate") == fresh[which], f"after version {version}"

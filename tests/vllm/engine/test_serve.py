@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +13,8 @@ import pytest
 from .conftest import Checkpoints
 from .process import Engine, ServedEngine, Trainer, fault_file
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
-
 PROMPT = [1, 5, 9, 33, 7, 21, 60]
-LONG = 1500  # tokens of a request that is in flight for a while
+LONG = 3900  # tokens of a request that is in flight for some seconds
 SHORT = 12
 
 
@@ -57,13 +55,6 @@ def spans(found: Any) -> list[tuple[str, int, int]]:
     return [(s["version"], s["start"], s["end"]) for s in found["weight_versions"]]
 
 
-def generated(server: ServedEngine) -> float:
-    for line in server.http.get("/metrics").text.splitlines():
-        if line.startswith("vllm:generation_tokens_total"):
-            return float(line.split()[-1])
-    return 0.0
-
-
 def update(server: ServedEngine, **info: Any) -> None:
     server.post("/start_weight_update")
     server.post("/update_weights", update_info=info)
@@ -85,10 +76,9 @@ def test_requests_in_flight_and_new_ones_report_the_versions_that_computed_them(
     update(server, min_version=version)
     assert server.version() == old
     with ThreadPoolExecutor(2) as pool:
-        before = generated(server)
-        flying = pool.submit(server.generate, PROMPT, LONG)
-        while generated(server) < before + 20:
-            time.sleep(0.02)
+        begun = threading.Event()
+        flying = pool.submit(server.stream, PROMPT, LONG, lambda n: begun.set() if n >= 20 else None)
+        assert begun.wait(60)
         assert server.http.post("/pause", params={"mode": mode}).status_code == 200
         late = pool.submit(server.generate, PROMPT, SHORT)  # waits for /resume
         trainer.publish(version + 1, weights[2])
@@ -96,7 +86,7 @@ def test_requests_in_flight_and_new_ones_report_the_versions_that_computed_them(
         assert server.version() == new
         assert not late.done()
         server.post("/resume")
-        first, second = choice(flying.result(120)), choice(late.result(120))
+        first, second = flying.result(120), choice(late.result(120))
 
     tokens = first["token_ids"]
     assert tokens[:SHORT] == fresh[1]
