@@ -1,4 +1,4 @@
-"""A model filled twice, by an engine's own loader and by weightdepot from tiles: what is common to engines."""
+"""A model filled twice, by an engine's own loader and by weightdepot from tiles: what engines share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A live model of SGLang's as a consumer: traced on a twin, and written between SGLang's own begin and end of
 an update.
 
-Those two calls exist for engines whose parameters are written from outside, without a loader: the first undoes
-what SGLang did to the parameters after loading (the layouts of kernels), the second does it again. CUDA graphs
-go on using the same memory.
+Those two calls exist for engines whose parameters are written from outside, without a loader: the first
+undoes what SGLang did to the parameters after loading (the layouts of kernels), the second does it again.
+CUDA graphs go on using the same memory.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class EngineRank:
         self._model.torn = ""
         if version is not None and held != version:
             raise InvalidRequest(
-                f"version {version} of {self.consumer.model!r} was asked for, but {held} had become ready and "
-                f"is in place as a whole; ask with min_version to take what is newest",
+                f"version {version} of {self.consumer.model!r} was asked for, but {held} had become ready "
+                f"and is in place as a whole; ask with min_version to take what is newest",
                 model=self.consumer.model,
                 version=held,
             )

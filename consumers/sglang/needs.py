@@ -1,5 +1,5 @@
-"""What the adapter uses of SGLang beyond its documented interfaces, so that a version that lacks it is refused
-by name instead of failing in mid-update."""
+"""What the adapter uses of SGLang beyond its documented interfaces, so that a version that lacks it is
+refused by name instead of failing in mid-update."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ class Group:
     """What models ask of a process group while they are built and loaded. There are no peers: whoever wants
     to communicate finds no such method."""
 
+    rank: int  # among all of the engine's
     rank_in_group: int
     world_size: int
     cpu_group: None = None
@@ -39,7 +40,7 @@ def rank_context(arguments: ServerArgs, rank: int) -> Iterator[RuntimeContext]:
     SGLang's own code numbers the ranks; the context is a second one beside that of a running engine, which
     is in force again afterwards. One thread at a time, and not while a model computes in this process.
 
-    Raises InvalidRequest for a rank outside the engine, and with SGLang's reason for an engine that it refuses.
+    Raises InvalidRequest for a rank outside the engine, and with SGLang's reason where it refuses the engine.
     """
     size = arguments.tp_size * arguments.pp_size
     if not 0 <= rank < size:
@@ -60,10 +61,11 @@ def _reason(error: BaseException) -> str:
 def _groups(parallel: Any) -> dict[str, Group]:
     """Groups that are as wide as tensor parallelism are that group itself, as in an engine: SGLang compares
     them by identity."""
-    tensor = Group(parallel.tp_rank, parallel.tp_size)
-    groups = {"tp_group": tensor, "pp_group": Group(parallel.pp_rank, parallel.pp_size)}
+    rank = parallel.launch_world_rank
+    tensor = Group(rank, parallel.tp_rank, parallel.tp_size)
+    groups = {"tp_group": tensor, "pp_group": Group(rank, parallel.pp_rank, parallel.pp_size)}
     for name in ("attn_tp", "attn_cp", "moe_ep", "moe_dp", "moe_tp"):
         size = getattr(parallel, f"{name}_size")
         same = size == parallel.tp_size
-        groups[f"{name}_group"] = tensor if same else Group(getattr(parallel, f"{name}_rank"), size)
+        groups[f"{name}_group"] = tensor if same else Group(rank, getattr(parallel, f"{name}_rank"), size)
     return groups

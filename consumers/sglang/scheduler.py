@@ -85,9 +85,7 @@ class Depot:
         except Exception as failure:
             logger.exception("the update failed")
             error = f"{type(failure).__name__}: {failure}"
-        outcomes = self._gather(
-            Outcome(self.rank.consumer.rank, self.rank.version, self.rank.torn, error)
-        )
+        outcomes = self._gather(Outcome(self.rank.consumer.rank, self.rank.version, self.rank.torn, error))
         self.refusal = judge(outcomes)
         errors = [f"rank {o.rank}: {o.error}" for o in outcomes if o.error]
         if self.refusal:
@@ -153,9 +151,7 @@ def depot_of(scheduler: Any) -> Depot:
     return found
 
 
-def join(
-    self: Any, controller: str, model: str, prefetch: bool = True, **options: Any
-) -> None:
+def join(self: Any, controller: str, model: str, prefetch: bool = True, **options: Any) -> None:
     """`options` are those of `EngineRank`. May be called again, to join another group."""
     leave(self)
     rank = EngineRank(self.tp_worker.model_runner, controller, model=model, **options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor, nn
 
-from weightdepot.store.errors import InvalidRequest
+from weightdepot.store.errors import InvalidRequest, LayoutError, LayoutFault
 from weightdepot.store.layout import TensorSpec
 from weightdepot.store.tracing.recording import Loading, LoadWeights
 from weightdepot.store.tracing.report import Trace
@@ -46,8 +46,24 @@ def trace_module_load(
             **dict(module.named_parameters(remove_duplicate=False)),
         }
 
-    loading = Loading(loader, tensors, parameters, buffers, after, lambda: _kept(module))
-    return trace_loading(loading, optional, on_fault, whole)
+    made: dict[str, None] = {}
+
+    def noticing(weights: Iterable[tuple[str, Tensor]]) -> object:
+        loaded = loader(weights)
+        made.update((name, None) for name, _ in module.named_parameters() if name not in parameters)
+        return loaded
+
+    loading = Loading(noticing, tensors, parameters, buffers, after, lambda: _kept(module))
+    trace = trace_loading(loading, optional, on_fault, whole)
+    if made and on_fault == "raise":
+        raise LayoutError(
+            "the loader makes parameters that the module does not have yet",
+            [
+                LayoutFault(name, "is made by the loader: load any weights once, then give the module")
+                for name in made
+            ],
+        )
+    return trace
 
 
 @contextmanager

@@ -75,6 +75,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched: set[int] = set()  # tensors without elements that were copied somewhere
         self.current = -1  # the tensor that the loader was given last
         self.history: dict[int, set[int]] = {}  # parameter: tensors that ever went into it, or were current
+        self.tables: set[int] = (
+            set()
+        )  # buffers of counting numbers, whose values may be asked for until written
         self._index = {t.name: i for i, t in enumerate(tensors)}
         self._memories: dict[int, Memory] = {}
         # an address is not given out again while one of these lives

@@ -136,6 +136,8 @@ def _targets(
         if tensor.numel() and overlaps_itself(place.shape, place.strides):
             raise InvalidRequest(f"parameter {name!r} cannot be traced: its elements share memory")
         targets.append(Target(name, tensor, kept, place, name in parameters))
+        if name not in parameters and not tensor.is_meta and not tensor.is_floating_point():
+            recorder.tables.add(number)
     return targets
 
 

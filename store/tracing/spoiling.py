@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from weightdepot.store.geometry import contiguous_strides
-from weightdepot.store.tracing.content import Poison
+from weightdepot.store.tracing.content import Old, Poison
 from weightdepot.store.tracing.kinds import ASKS, OVERWRITES
 from weightdepot.store.tracing.memory import Entry
 from weightdepot.store.tracing.recorder import Place, Recorder, bind, fingerprint
@@ -24,6 +24,8 @@ def unknown(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return rec.run(func, args, kwargs)
     schema = func._schema
     name = schema.name.split("::")[-1]
+    if name in ASKS and all(_is_table(rec, place) for place in rec.tracked((args, kwargs))):
+        return rec.run(func, args, kwargs)
     bound = bind(func, args, kwargs)
     changed = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     written = [bound.get(a.name) for a in changed]
@@ -55,6 +57,13 @@ def unknown(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 Recorder.unknown = staticmethod(unknown)
+
+
+def _is_table(rec: Recorder, place: Place) -> bool:
+    """A real buffer that the loader has not written: which experts are this rank's, for instance. Its values
+    are the module's own, whatever the checkpoint holds."""
+    memory = place.memory
+    return isinstance(memory.initial, Old) and memory.initial.buffer in rec.tables and not memory.entries
 
 
 def _cause(rec: Recorder, name: str, read: list[Place], reason: str) -> Poison:

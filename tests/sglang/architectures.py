@@ -1,4 +1,4 @@
-"""Writes the tables in docs/sglang.md from a real run: `python -m tests.sglang.architectures`, with SGLang."""
+"""Writes the tables of docs/sglang.md from a real run: `python -m tests.sglang.architectures`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def main() -> None:
     import torch
 
     logging.disable(logging.CRITICAL)
-    head = f"Written by `python -m tests.sglang.architectures`, with SGLang 0.5.23 and torch {torch.__version__}."
-    sections = [head]
+    versions = f"SGLang 0.5.23 and torch {torch.__version__}"
+    sections = [f"Written by `python -m tests.sglang.architectures`, with {versions}."]
     with tempfile.TemporaryDirectory() as root:
         for title, names in (("Promised", PROMISED), ("Others", OTHERS)):
             rows = [_row(name, Path(root) / name) for name in names]

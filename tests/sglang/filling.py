@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
@@ -31,5 +32,6 @@ def both_ways(arguments: ServerArgs, rank: int) -> Filled:
         DefaultModelLoader.load_weights_only(theirs, given, torch.device("cpu"))
         deliver(weights, trace.layout, tensors_of(ours))
         if trace.needs_loader:
-            ours.load_weights((name, weights[name].clone()) for name in trace.whole)
+            load: Any = ours.load_weights
+            load((name, weights[name].clone()) for name in trace.whole)
     return Filled(trace, different(theirs, ours))

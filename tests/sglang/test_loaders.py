@@ -1,11 +1,13 @@
-"""A model filled by weightdepot is, bit by bit, the one that SGLang's own loader fills from the same tensors."""
+"""A model filled by weightdepot is, bit by bit, the one that SGLang's own loader fills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from weightdepot.consumers.sglang.offline import trace_ranks
 from weightdepot.consumers.sglang.shadow import engine_arguments, shadow
@@ -14,7 +16,9 @@ from weightdepot.store.errors import InvalidRequest, LayoutError
 from weightdepot.store.layout import TensorSpec
 from weightdepot.store.tracing import trace_module_load
 
+from ..filling import deliver
 from ..vllm.zoo import make, spreads
+from . import filling
 from .architectures import DOCUMENT, PROMISED
 from .filling import both_ways
 
@@ -41,14 +45,10 @@ def test_every_parameter_is_bit_equal(
 
 def test_a_wrong_tensor_is_noticed(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison of the test above can fail."""
-    from . import filling
-
-    weights = filling.weights_of(model_of("llama"))
     a, b = (f"model.layers.{i}.self_attn.v_proj.weight" for i in (0, 1))
-    deliver = filling.deliver
 
-    def swapped(given: dict[str, object], *rest: object) -> None:
-        deliver({**weights, a: weights[b]}, *rest)  # type: ignore[arg-type]
+    def swapped(weights: dict[str, torch.Tensor], *rest: Any) -> None:
+        deliver({**weights, a: weights[b]}, *rest)
 
     monkeypatch.setattr(filling, "deliver", swapped)
     filled = both_ways(engine_arguments(model_of("llama"), 2), 1)

@@ -163,3 +163,42 @@ def test_no_memory_is_needed_for_a_large_model() -> None:
     # float64 to bfloat16 to float32: rounds, and is then cast again
     assert trace.whole == ("w",)
     assert "cast twice" in trace.reasons["w"]
+
+
+class _WithTable(nn.Module):
+    """Which of four experts are held here is a buffer, and the loader looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(2, 3), requires_grad=False)
+        self.register_buffer("table", torch.tensor([-1, 0, -1, 1]))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        table = self.get_buffer("table")
+        for name, weight in weights:
+            at = int(table[int(name)].item())
+            if at >= 0:
+                self.w.data[at].copy_(weight)
+
+
+def test_a_table_that_the_loader_looks_things_up_in_is_read() -> None:
+    trace = trace_module_load(_WithTable(), [TensorSpec(str(i), (3,), "float32") for i in range(4)])
+    assert trace.unused == ("0", "2")
+    assert sorted((p.tensor, p.offset) for p in trace.layout.placements()) == [("1", 0), ("3", 3)]
+
+
+class _Making(nn.Module):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            self.bias = nn.Parameter(torch.empty(3), requires_grad=False)
+            self.bias.data.copy_(weight)
+
+
+def test_a_parameter_that_only_the_loader_makes_is_not_passed_over_in_silence() -> None:
+    module = _Making()
+    specs = [TensorSpec("bias", (3,), "float32")]
+    with pytest.raises(LayoutError, match="bias: is made by the loader"):
+        trace_module_load(module, specs)
+    assert not dict(module.named_parameters())
+    module.load_weights([("bias", torch.ones(3))])
+    assert trace_module_load(module, specs).unused == ()

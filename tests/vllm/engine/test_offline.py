@@ -63,3 +63,27 @@ def test_tensors_that_the_loader_computes_with_go_through_it_at_each_update(
             trainer.publish(version, weights[which])
             engine.ask("update", version=version)
             assert engine.ask("generate") == fresh[which], f"after version {version}"
+
+
+def test_the_next_version_is_read_in_the_background_and_the_update_only_places_it(
+    controller: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    weights = checkpoints("qwen3")
+    executor = "llm.llm_engine.engine_core.engine_core.model_executor"
+    consumer = f"consumer = {executor}.driver_worker.worker.weight_transfer_engine._consumer; "
+    with Trainer(controller, weights[0]) as trainer, Engine(weights[0], tmp_path) as engine:
+        before = engine.ask("generate")
+        engine.ask("init", **trainer.info())
+        for version, which in ((1, 1), (2, 0)):
+            trainer.publish(version, weights[which])
+            staged = consumer + "answer = consumer.prefetch().result(30)"  # the one that is under way
+            assert engine.ask("run", code=staged) == version
+            assert engine.ask("version") == ("default" if version == 1 else "1")
+            engine.ask("update")
+            last = engine.ask(
+                "run", code=consumer + "import dataclasses; answer = dataclasses.asdict(consumer.last)"
+            )
+            assert last["version"] == version
+            assert last["prefetched"]
+            assert last["pull"] == 0 < last["place"]
+        assert engine.ask("generate") == before
