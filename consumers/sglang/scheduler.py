@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 from weightdepot.consumers.sglang.live import EngineRank
 from weightdepot.store.errors import InvalidRequest, WaitTimeout
+from weightdepot.store.timeouts import Timeouts
 
 logger = logging.getLogger("sglang.weightdepot")
 
@@ -151,16 +152,45 @@ def depot_of(scheduler: Any) -> Depot:
     return found
 
 
-def join(self: Any, controller: str, model: str, prefetch: bool = True, **options: Any) -> None:
-    """`options` are those of `EngineRank`. May be called again, to join another group."""
+def join(
+    self: Any,
+    controller: str,
+    model: str,
+    group: str = "sglang",
+    transport: Literal["auto", "shm", "mooncake"] = "auto",
+    run: str = "default",
+    verify: bool = True,
+    optional: str = "",
+    prefetch: bool = True,
+    **timeouts: float,
+) -> None:
+    """As `EngineRank`, in what SGLang's calls carry, which is numbers and texts: `optional` is separated by
+    commas, and time-outs are `timeout_update=120.0` and so on. May be called again, to join another group."""
     leave(self)
-    rank = EngineRank(self.tp_worker.model_runner, controller, model=model, **options)
+    rank = EngineRank(
+        self.tp_worker.model_runner,
+        controller,
+        model=model,
+        group=group,
+        transport=transport,
+        run=run,
+        verify=verify,
+        optional=[name.strip() for name in optional.split(",") if name.strip()],
+        timeouts=_timeouts(timeouts),
+    )
     self._weightdepot = Depot(self, rank, prefetch)
     try:
         self._weightdepot.prepare()
     except BaseException:
         leave(self)
         raise
+
+
+def _timeouts(given: Mapping[str, float]) -> Timeouts:
+    try:
+        return Timeouts(**{name.removeprefix("timeout_"): value for name, value in given.items()})
+    except TypeError as error:
+        raise InvalidRequest(f"weightdepot_join: {error}") from error
 
 
 def update(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["docs/connect.md"])
+@pytest.mark.parametrize("page", ["docs/connect.md", "docs/loaders.md"])
 def test_the_code_on_the_page_runs(page: str, controller: str) -> None:
     text = (ROOT / page).read_text()
     namespace: dict[str, object] = {"__name__": "guide"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from sglang.srt import runtime_context
@@ -30,13 +31,14 @@ from weightdepot.consumers.sglang.scheduler import Outcome, judge
 from weightdepot.consumers.sglang.shadow import engine_arguments, shadow_of
 from weightdepot.consumers.staging import Placing
 from weightdepot.store.checkpoint import checkpoint_tensors
-from weightdepot.store.errors import InvalidRequest, LayoutError
+from weightdepot.store.errors import InvalidRequest, LayoutError, WeightDepotError
 
 from ..filling import different, tensors_of, weights_of
 from ..system.harness import together
 
 QUICK = Timeouts(join=20, publish=20, seal=20, update=20, call=10)
 SHORT: dict[str, Any] = {"timeouts": QUICK}
+BOUNDED: dict[str, Any] = {"timeout_join": 20, "timeout_update": 20}
 
 
 def runner_of(arguments: Any) -> Any:
@@ -114,6 +116,47 @@ def test_both_ranks_of_an_engine_follow_two_versions_bit_for_bit(
                     assert different(runners[rank].model, loaded_afresh(runners[rank], new)) == ()
 
 
+def test_when_one_rank_fails_all_ranks_refuse_until_an_update_succeeds(
+    controller: str, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = engine_arguments(model_of("llama"), 2)
+    weights = weights_of(model_of("llama"))
+    with ExitStack() as stack:
+        producer = stack.enter_context(Producer(controller, model="sglang-half", weights=weights, **SHORT))
+        members, runners = [], []
+        for rank in (0, 1):
+            with rank_context(arguments, rank):
+                runners.append(runner_of(arguments))
+                members.append(EngineRank(runners[rank], controller, model="sglang-half", **SHORT))
+                stack.enter_context(members[rank]).prepare(10)
+        publish(producer, weights, 1)
+
+        def outcome(member: EngineRank) -> Outcome:
+            error = ""
+            try:
+                member.update(timeout=10)
+            except (WeightDepotError, OSError) as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            return Outcome(member.consumer.rank, member.version, member.torn, error)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runners[1].weight_updater.__class__, "begin_weight_update", _second_breaks)
+            outcomes = together(*[partial(outcome, m) for m in members])
+        assert outcomes[1].torn == outcomes[1].error == "OSError: the device is gone"
+        assert outcomes[0].error.startswith("StaleGroup")
+        assert "rank 1: OSError" in judge(outcomes)
+        new = publish(producer, weights, 2)
+        assert judge(together(*[partial(outcome, m) for m in members])) == ""
+        for rank in (0, 1):
+            with rank_context(arguments, rank):
+                assert different(runners[rank].model, loaded_afresh(runners[rank], new)) == ()
+
+
+def _second_breaks(updater: WeightUpdater) -> None:
+    if updater.tp_rank == 1:
+        raise OSError("the device is gone")
+
+
 class Scheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]
     """SGLang's own methods, without an event loop, batches or caches."""
 
@@ -139,7 +182,8 @@ class Scheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]
 
     def call(self, method: str, **parameters: Any) -> None:
         """As `Engine.collective_rpc`."""
-        answer: RpcReqOutput = self.handle_rpc_request(RpcReqInput(method=method, parameters=parameters))
+        sent = msgspec.msgpack.encode(RpcReqInput(method=method, parameters=parameters))
+        answer: RpcReqOutput = self.handle_rpc_request(msgspec.msgpack.decode(sent, type=RpcReqInput))
         if not answer.success:
             raise RuntimeError(answer.message)
 
@@ -172,7 +216,7 @@ def test_an_update_flushes_the_caches_and_becomes_sglangs_weight_version(
     controller: str, engine: Scheduler, trainer: Trainer
 ) -> None:
     producer, weights = trainer
-    engine.call("weightdepot_join", controller=controller, model=producer.model, **SHORT)
+    engine.call("weightdepot_join", controller=controller, model=producer.model, **BOUNDED)
     for version in (1, 2):
         new = publish(producer, weights, version)
         engine.call("weightdepot_update", version=version)
@@ -190,7 +234,7 @@ def test_an_update_away_from_a_safe_point_is_refused_and_changes_nothing(
     controller: str, engine: Scheduler, trainer: Trainer
 ) -> None:
     producer, weights = trainer
-    engine.call("weightdepot_join", controller=controller, model=producer.model, **SHORT)
+    engine.call("weightdepot_join", controller=controller, model=producer.model, **BOUNDED)
     publish(producer, weights, 1)
     before = {n: t.clone() for n, t in tensors_of(engine.tp_worker.model_runner.model).items()}
     engine.idle = False
@@ -210,7 +254,7 @@ def test_an_update_that_fails_while_it_writes_pauses_the_engine_until_one_succee
     controller: str, engine: Scheduler, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, weights = trainer
-    engine.call("weightdepot_join", controller=controller, model=producer.model, prefetch=False, **SHORT)
+    engine.call("weightdepot_join", controller=controller, model=producer.model, prefetch=False, **BOUNDED)
     publish(producer, weights, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Placing, "__call__", _breaks)
@@ -236,11 +280,16 @@ def test_a_version_that_does_not_come_leaves_the_engine_serving(
     controller: str, engine: Scheduler, trainer: Trainer
 ) -> None:
     producer, _ = trainer
-    engine.call("weightdepot_join", controller=controller, model=producer.model, prefetch=False, **SHORT)
+    engine.call("weightdepot_join", controller=controller, model=producer.model, prefetch=False, **BOUNDED)
     with pytest.raises(RuntimeError, match="WaitTimeout"):
         engine.call("weightdepot_update", min_version=5, timeout=0.3)
     assert not engine._engine_paused
     assert runtime_context.get_serving().weight_version == "default"
+
+
+def test_an_unknown_option_of_joining_is_refused(controller: str, engine: Scheduler) -> None:
+    with pytest.raises(RuntimeError, match=r"weightdepot_join: .*soon"):
+        engine.call("weightdepot_join", controller=controller, model="any", timeout_soon=1)
 
 
 def test_calls_before_joining_say_so(engine: Scheduler) -> None:

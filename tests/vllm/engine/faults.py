@@ -1,8 +1,10 @@
-"""A plug-in of vLLM that makes a layer fail, in the ranks that a file names, while the file is there."""
+"""A plug-in of vLLM with what tests ask for: a layer that fails in the ranks that a file names, a loader that
+computes, steps that take their time."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ def register() -> None:
 
     if "WEIGHTDEPOT_TEST_LOADER" in os.environ:
         _loader_that_computes()
+    if "WEIGHTDEPOT_TEST_STEP" in os.environ:
+        _slow_steps(float(os.environ["WEIGHTDEPOT_TEST_STEP"]))
     module: Any = apply
     process = module._layerwise_process
     if getattr(process, "faulty", False):
@@ -28,6 +32,19 @@ def register() -> None:
 
     faulty.faulty = True  # type: ignore[attr-defined]
     module._layerwise_process = faulty
+
+
+def _slow_steps(seconds: float) -> None:
+    """So that a request of a tiny model is in flight for longer than a call takes."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    execute = Worker.execute_model
+
+    def slowly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return execute(self, *args, **kwargs)
+
+    Worker.execute_model = slowly
 
 
 def _loader_that_computes() -> None:

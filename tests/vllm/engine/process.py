@@ -25,6 +25,7 @@ from weightdepot import Producer, Timeouts
 
 ROOT = Path(__file__).parents[3]
 ENGINE_STARTS = 240.0  # seconds, with two ranks, on two cores that others use too
+STEP = 0.005  # seconds that each step of a served engine takes at least
 QUICK = Timeouts(join=30, publish=30, seal=30, update=30, call=10, member=5, lease=10)
 FIRST_GRACE = {"update": 30.0, "join": 30.0, "call": 10.0}  # the consumers' time-outs
 
@@ -212,7 +213,13 @@ class ServedEngine(Started):
         super().__init__(
             command,
             directory,
-            environment(directory, 1, VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_STREAM="ext://sys.stderr"),
+            environment(
+                directory,
+                1,
+                VLLM_SERVER_DEV_MODE="1",
+                VLLM_LOGGING_STREAM="ext://sys.stderr",
+                WEIGHTDEPOT_TEST_STEP=str(STEP),
+            ),
             stdout=subprocess.DEVNULL,
         )
         self.http = httpx.Client(
@@ -246,7 +253,13 @@ class ServedEngine(Started):
 
     @staticmethod
     def _asked(prompt: list[int], tokens: int) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        sampling = {
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "detokenize": False,
+            "logprobs": 1,
+        }
         return {"token_ids": prompt, "sampling_params": sampling}
 
     def stream(self, prompt: list[int], tokens: int, seen: Callable[[int], None]) -> dict[str, Any]:
