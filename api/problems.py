@@ -13,7 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from weightdepot.store.errors import PROBLEM_BASE, InvalidRequest, LayoutError, WeightDepotError
+from weightdepot.store.errors import (
+    PROBLEM_BASE,
+    InvalidRequest,
+    LayoutError,
+    WaitTimeout,
+    WeightDepotError,
+)
 
 MEDIA_TYPE = "application/problem+json"
 FAULTS_SHOWN = LayoutError.SHOWN
@@ -83,7 +89,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(WeightDepotError)
     async def ours(request: Request, error: WeightDepotError) -> Response:
         if error.status >= 500:
-            log.warning("%s %s: %s", request.method, request.url.path, error.message)
+            # that a wait was in vain is an ordinary answer to a long poll
+            level = logging.DEBUG if isinstance(error, WaitTimeout) else logging.WARNING
+            log.log(level, "%s %s: %s", request.method, request.url.path, error.message)
         return answer(error)
 
     @app.exception_handler(RequestValidationError)

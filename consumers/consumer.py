@@ -22,7 +22,7 @@ from weightdepot.consumers.pull import Pulled, pull
 from weightdepot.consumers.rounds import Rounds
 from weightdepot.consumers.staging import Staging
 from weightdepot.consumers.target import LoadWeights, target_of
-from weightdepot.store.errors import InvalidRequest, WaitTimeout
+from weightdepot.store.errors import InvalidRequest, LeaseLost, WaitTimeout
 from weightdepot.store.hosts import this_process
 from weightdepot.store.index.records import Round
 from weightdepot.store.layout import Layout, TensorSpec
@@ -310,7 +310,12 @@ class Consumer:
                 wait = time.perf_counter() - begun
             place = self._place(claim)
             placed = time.perf_counter()
-            self._rounds.finish(claim.turn, deadline)
+            try:
+                self._rounds.finish(claim.turn, deadline)
+            except LeaseLost:
+                # found out only now: its memory may have been written again while this rank was reading
+                self._version = None
+                raise
         finally:
             self._working.release()
         self._last = Updated(
@@ -358,7 +363,6 @@ class Consumer:
         assert self._target is not None
         begun = time.perf_counter()
         done = self._pull(turn, self._target, deadline, writes=True)
-        self._rounds.unwatch(turn)
         self._version = turn.version
         return _Claim(turn, done, time.perf_counter() - begun)
 
@@ -379,17 +383,18 @@ class Consumer:
         self._rounds.watch(turn)
         try:
             plan = self._plan(turn.tiling, deadline)
+            digests = None
+            if self._verify:
+                digests = self._client.digests(
+                    self.model, turn.version, plan.sources, timeout=self.timeouts.call
+                )
             if writes:
                 self._version = None  # from the first byte on the weights are neither the old nor the new
             done = pull(
                 turn=turn,
                 plan=plan,
                 target=target,
-                digests=self._client.digests(
-                    self.model, turn.version, plan.sources, timeout=self.timeouts.call
-                )
-                if self._verify
-                else None,
+                digests=digests,
                 transports=self._transports,
                 deadline=deadline,
                 model=self.model,
@@ -418,7 +423,6 @@ class Consumer:
         except BaseException as error:
             self._rounds.fail(claim.turn, error)
             raise
-        self._rounds.unwatch(claim.turn)
         self._version = claim.turn.version
         return time.perf_counter() - begun
 

@@ -17,7 +17,8 @@ RETRY = 0.05  # seconds between two looks at a round that another rank is about 
 class Rounds:
     """Call `begin`, then `watch`, and `finish` or `fail`; `give_up` a round that is not wanted any more.
 
-    From `watch` to `unwatch` the round's lease is renewed in the background.
+    From `watch` to `unwatch` (or the end of `finish`) the round's lease is renewed in the background: also
+    while slower ranks of the group have not begun to read, for the lease is the whole group's.
     """
 
     def __init__(
@@ -80,14 +81,17 @@ class Rounds:
 
     def finish(self, turn: Round, deadline: float) -> None:
         """Report the version applied, and wait for the other ranks. Raises StaleGroup, LeaseLost."""
-        status = self._client.finish_round(
-            self._model,
-            self._group,
-            rank=self._rank,
-            session=self._session,
-            round=turn.round,
-            timeout=max(deadline - time.monotonic(), 0.1),
-        )
+        try:
+            status = self._client.finish_round(
+                self._model,
+                self._group,
+                rank=self._rank,
+                session=self._session,
+                round=turn.round,
+                timeout=max(deadline - time.monotonic(), 0.1),
+            )
+        finally:
+            self.unwatch(turn)
         if status.state is GroupState.HALF:
             raise StaleGroup(
                 f"group {self._group!r} of {self._model!r} did not get to version {turn.version} as a whole: "

@@ -122,7 +122,11 @@ def main() -> None:
                         break
                     words = line.split()
                     minimum = int(words[1]) if len(words) > 1 else None
-                    answer(partial(consumer.update, minimum), seen=lambda: version_of(got))
+                    answer(
+                        partial(consumer.update, minimum),
+                        seen=lambda: version_of(got),
+                        held=lambda: consumer.version,
+                    )
     except WeightDepotError as error:
         say(error=type(error).__name__, message=str(error))
         sys.exit(1)
@@ -132,13 +136,22 @@ def publish(producer: Producer, version: int) -> int:
     return producer.publish(version).version
 
 
-def answer(call: Callable[[], int], seen: Callable[[], int | None] = lambda: None) -> None:
+def nothing() -> int | None:
+    return None
+
+
+def answer(
+    call: Callable[[], int],
+    seen: Callable[[], int | None] = nothing,
+    held: Callable[[], int | None] = nothing,
+) -> None:
     begun = time.monotonic()
     try:
         version = call()
         say(version=version, seen=seen(), seconds=time.monotonic() - begun)
     except WeightDepotError as error:
-        say(error=type(error).__name__, message=str(error), seconds=time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        say(error=type(error).__name__, message=str(error), seconds=seconds, held=held(), seen=seen())
 
 
 if __name__ == "__main__":

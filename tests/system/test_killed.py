@@ -150,6 +150,9 @@ def test_case_04_a_reader_stopped_for_longer_than_its_lease_discards_what_it_rea
     sleeper.signal(signal.SIGCONT)
     woken = sleeper.heard()
     assert woken["error"] in ("LeaseLost", "VersionGone", "IntegrityError"), woken
+    # what it says that it holds is whole: the old version where nothing was written, else none
+    assert woken["held"] in (None, woken["seen"])
+    assert woken["held"] in (None, 1)
     assert sleeper.ask("update")["seen"] == 5
 
 
