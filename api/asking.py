@@ -47,18 +47,19 @@ def newest_ready(model: Model, min_version: int) -> Version | None:
 
 
 def patiently(
-    name: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float
+    name: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float, member: bool = False
 ) -> Callable[[], Awaitable[T | Wait]]:
     """Waits also for the model to appear: rollouts may start before the trainer does.
 
-    Without a wait the answer is the plain UnknownModel.
+    Without a wait, or for a `member` (whom waiting would not make known again), the answer is the plain
+    UnknownModel.
     """
 
     async def or_wait() -> T | Wait:
         try:
             return await attempt()
         except UnknownModel:
-            if wait <= 0:
+            if wait <= 0 or member:
                 raise
             return Wait("ranks", f"no producer of {name!r} has joined yet", {"model": name})
 

@@ -166,6 +166,9 @@ def wait(
 ) -> None:
     """Wait until a version is ready; print its number."""
     with errors_said(), ControllerClient(controller, run) as client:
+        client.ready(timeout=min(timeout, ANSWER_TIMEOUT))  # a controller that is not there is said at once
+        if sys.stderr.isatty():
+            print(f"Waiting for version {min_version} or newer of {model!r}...", file=sys.stderr)
         found = client.latest(model, min_version=min_version, timeout=timeout)
         if as_json:
             _print_json(msgspec.to_builtins(found))

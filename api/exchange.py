@@ -142,6 +142,10 @@ class Exchange:
                 if not isinstance(failure, IndexUnavailable | ControllerUnavailable):
                     raise failure
             except httpx.RequestError as error:
+                if self._closed.is_set():  # by another thread, under this call
+                    raise ControllerUnavailable(
+                        f"the client of the controller at {self.url} was closed"
+                    ) from error
                 failure = self._unreachable(error, deadline, attempts)
                 failure.__cause__ = error
             except RuntimeError as error:  # httpx: the client was closed by another thread meanwhile

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.store.errors import MemberConflict, WeightDepotError
+from weightdepot.store.errors import InvalidRequest, MemberConflict, WeightDepotError
 from weightdepot.store.hosts import is_dead
 from weightdepot.store.index.records import Process
 from weightdepot.store.timeouts import Timeouts
@@ -20,6 +20,15 @@ T = TypeVar("T")
 def new_session() -> str:
     """Names one start of one member; never used again."""
     return uuid.uuid4().hex
+
+
+def check_rank(model: str, rank: int, world_size: int) -> None:
+    """Raises InvalidRequest for what cannot be a rank of a world."""
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (rank, world_size))
+    if not whole or world_size < 1 or not 0 <= rank < world_size:
+        raise InvalidRequest(
+            f"rank {rank!r} of {world_size!r}: ranks are whole numbers from 0 to world_size - 1", model=model
+        )
 
 
 def take_rank(join: Callable[[str], T], timeout: float) -> T:
@@ -64,7 +73,8 @@ class Membership:
         self._client, self._model, self._session, self._timeouts = client, model, session, timeouts
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._rounds: dict[tuple[str, int], bool] = {}  # (group, round) -> whether its lease was lost
+        # (group, round) -> until when its lease is known to live; None: it was lost
+        self._rounds: dict[tuple[str, int], float | None] = {}
         self._replaced = False
         self._period = min(timeouts.member, timeouts.lease) / 4
         self._thread = threading.Thread(target=self._run, name=f"weightdepot-{model}", daemon=True)
@@ -77,20 +87,24 @@ class Membership:
 
     def watch(self, group: str, number: int) -> None:
         with self._lock:
-            self._rounds[group, number] = False
+            self._rounds.setdefault((group, number), time.monotonic() + self._timeouts.lease)
 
     def unwatch(self, group: str, number: int) -> None:
         with self._lock:
             self._rounds.pop((group, number), None)
 
     def lost(self, group: str, number: int) -> bool:
+        """Whether the lease cannot be believed in any more: the controller says that it ran out, or has
+        not confirmed a renewal for as long as one lives."""
         with self._lock:
-            return self._replaced or self._rounds.get((group, number), True)
+            until = self._rounds.get((group, number))
+            return self._replaced or until is None or time.monotonic() > until
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
             with self._lock:
                 rounds = list(self._rounds)
+            asked = time.monotonic()  # the renewal counts from here at the latest
             try:
                 beat = self._client.heartbeat(
                     self._model,
@@ -106,9 +120,10 @@ class Membership:
                 continue
             with self._lock:
                 self._replaced = self._replaced or not beat.member
-                for group, number in rounds:
-                    if number in beat.lost and (group, number) in self._rounds:
-                        self._rounds[group, number] = True
+                for name in rounds:
+                    if self._rounds.get(name) is not None:
+                        lost = name[1] in beat.lost
+                        self._rounds[name] = None if lost else asked + self._timeouts.lease
 
     def close(self) -> None:
         """Stop renewing and say goodbye. Never raises: a goodbye that is not heard is a death that is

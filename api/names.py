@@ -17,8 +17,9 @@ _DIGEST = re.compile(DIGEST_PATTERN[1:-1])
 
 def check_name(what: str, name: str) -> str:
     """`name` itself. Raises InvalidRequest where it is not a name; `what` says whose ("model", "group")."""
-    if not _NAME.fullmatch(name):
-        shown = name if len(name) <= 60 else name[:57] + "..."
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = str(name)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise InvalidRequest(
             f"{shown!r} is not a {what} name: 1 to 128 letters, digits, '.', '_' or '-' are taken, "
             "beginning with a letter or digit"

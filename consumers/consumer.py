@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +18,13 @@ from torch import nn
 from typing_extensions import Self, TypeIs
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.api.membership import Membership, new_session, take_rank
+from weightdepot.api.membership import Membership, check_rank, new_session, take_rank
 from weightdepot.consumers.prefetch import Prefetching, Wanted
 from weightdepot.consumers.pull import Pulled, pull
 from weightdepot.consumers.rounds import Rounds
 from weightdepot.consumers.staging import Staging
 from weightdepot.consumers.target import LoadWeights, target_of
-from weightdepot.store.errors import InvalidRequest, LeaseLost, WaitTimeout
+from weightdepot.store.errors import InvalidRequest, StaleGroup, WaitTimeout, WeightDepotError
 from weightdepot.store.hosts import this_process
 from weightdepot.store.index.records import Round
 from weightdepot.store.layout import Layout, TensorSpec
@@ -113,10 +115,7 @@ class Consumer:
         timeouts: Timeouts | None = None,
         on_progress: OnProgress = ignore,
     ) -> None:
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise InvalidRequest(
-                f"rank {rank} of {world_size}: ranks count from 0 to world_size - 1", model=model
-            )
+        check_rank(model, rank, world_size)
         self.model, self.group, self.rank, self.world_size = model, group, rank, world_size
         self.timeouts = timeouts or Timeouts()
         self._weights, self._load_weights, self._optional = weights, load_weights, frozenset(optional)
@@ -135,6 +134,7 @@ class Consumer:
             f"weightdepot-prefetch-{model}", self._listen, self._prefetch, self._working
         )
         self._closed = False
+        self._pid = os.getpid()
         self._session = new_session()
         if tensors is not None:
             self._target = self._trace(tuple(tensors))
@@ -240,7 +240,7 @@ class Consumer:
         if not self._busy.acquire(blocking=False):
             raise InvalidRequest("update was called while another thread is in it", model=self.model)
         try:
-            return self._update(min_version, self.timeouts.update if timeout is None else timeout)
+            return self._update(min_version, self._patience(timeout))
         finally:
             self._busy.release()
 
@@ -270,10 +270,22 @@ class Consumer:
         return self.update(timeout=timeout)
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidRequest(
+                f"this consumer of {self.model!r} belongs to the process that made it, not to its children: "
+                f"make one after the fork",
+                model=self.model,
+            )
         if self._closed:
             raise InvalidRequest(
                 f"this consumer of {self.model!r} is closed: make a new one", model=self.model
             )
+
+    def _patience(self, timeout: float | None) -> float:
+        limit = self.timeouts.update if timeout is None else timeout
+        if not isinstance(limit, int | float) or not math.isfinite(limit) or limit < 0:
+            raise InvalidRequest(f"timeout={limit!r}: a number of seconds, 0 or more", model=self.model)
+        return limit
 
     def _listen(self, version: int, timeout: float) -> None:
         self.prepare(timeout)
@@ -312,9 +324,13 @@ class Consumer:
             placed = time.perf_counter()
             try:
                 self._rounds.finish(claim.turn, deadline)
-            except LeaseLost:
-                # found out only now: its memory may have been written again while this rank was reading
-                self._version = None
+            except StaleGroup:
+                raise  # another rank's failure: what this rank holds is whole, and was accepted
+            except WeightDepotError:
+                # Nobody has confirmed that the lease lived while this rank was reading: the memory may have
+                # been written again meanwhile.
+                if self._moves(claim.turn) or claim.done.moved:
+                    self._version = None
                 raise
         finally:
             self._working.release()
@@ -388,6 +404,12 @@ class Consumer:
                 digests = self._client.digests(
                     self.model, turn.version, plan.sources, timeout=self.timeouts.call
                 )
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"no time is left to read version {turn.version} of {self.model!r}: nothing was written",
+                    model=self.model,
+                    version=turn.version,
+                )
             if writes:
                 self._version = None  # from the first byte on the weights are neither the old nor the new
             done = pull(
@@ -446,6 +468,8 @@ class Consumer:
 
     def close(self) -> None:
         """Leave the group. The weights stay as they are; what is staged is let go."""
+        if os.getpid() != self._pid:
+            return  # a child's copy: the rank is the parent's
         self._closed = True
         self._prefetching.end()
         self._undo.close()

@@ -7,7 +7,7 @@ import time
 
 from weightdepot.api.client import ControllerClient
 from weightdepot.api.membership import Membership
-from weightdepot.store.errors import LeaseLost, SourceLost, StaleGroup, WeightDepotError
+from weightdepot.store.errors import LeaseLost, SourceLost, StaleGroup, UnknownModel, WeightDepotError
 from weightdepot.store.index.records import GroupState, Round
 from weightdepot.store.timeouts import Timeouts
 
@@ -47,6 +47,12 @@ class Rounds:
                     lease_ttl=self._timeouts.lease,
                     timeout=max(deadline - time.monotonic(), 0.0),
                 )
+            except UnknownModel as error:
+                raise UnknownModel(
+                    f"{error.message}. This rank had joined: the controller has lost its state (was it "
+                    f"started anew without --data-dir?). Make a new Consumer, once the producers are back",
+                    **error.details,
+                ) from error
             except StaleGroup as error:
                 # A round to a version that is too old: the rank that has staged it is about to give it up,
                 # for it is asked for the same `min_version`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,16 @@ import torch
 from typing_extensions import Self
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.api.membership import Membership, new_session, take_rank
+from weightdepot.api.membership import Membership, check_rank, new_session, take_rank
 from weightdepot.producers.sources import weights_of
 from weightdepot.store.digests import combine, digest_tiles
-from weightdepot.store.errors import InvalidRequest, PublishAborted, WaitTimeout, WeightDepotError
+from weightdepot.store.errors import (
+    InvalidRequest,
+    PublishAborted,
+    UnknownModel,
+    WaitTimeout,
+    WeightDepotError,
+)
 from weightdepot.store.hosts import this_process
 from weightdepot.store.index.records import Grant, Part, VersionState
 from weightdepot.store.layout import Layout
@@ -29,6 +36,8 @@ from weightdepot.store.tiling import SourceTiling
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Weights, layout_of, local_buffers
+
+ABANDONED = 3600.0  # seconds; memory of dead processes that no successor of theirs has claimed since
 
 
 @dataclass(frozen=True)
@@ -91,10 +100,7 @@ class Producer:
         timeouts: Timeouts | None = None,
         on_progress: OnProgress = ignore,
     ) -> None:
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise InvalidRequest(
-                f"rank {rank} of {world_size}: ranks count from 0 to world_size - 1", model=model
-            )
+        check_rank(model, rank, world_size)
         if retention < 2:
             raise InvalidRequest(
                 f"retention {retention}: at least 2, so that the newest version can be read while the next "
@@ -106,6 +112,7 @@ class Producer:
         self._weights, self._dtype, self._on_progress = weights_of(weights), dtype, on_progress
         self._layout = layout_of(self._weights, dtype)
         self._closed = False
+        self._pid = os.getpid()
         self._session = new_session()
         self._owner = hashlib.blake2b(f"{run}/{model}/{rank}".encode(), digest_size=8).hexdigest()
         self._slots: dict[int, Segment] = {}
@@ -129,8 +136,8 @@ class Producer:
                 ),
                 self.timeouts.join,
             )
-            self._latest = joined.latest
-            self._highest = joined.highest
+            self._latest: int | None = joined.latest
+            self._highest: int | None = joined.highest
             self._membership = undo.enter_context(
                 contextlib.closing(Membership(self._client, model, self._session, self.timeouts))
             )
@@ -142,9 +149,15 @@ class Producer:
         return self._layout
 
     @property
+    def highest(self) -> int | None:
+        """The highest version that was ever ready, when this rank joined or that it published since. The
+        next one must be above it: a restarted trainer resumes past it, also when that version is gone."""
+        return self._highest
+
+    @property
     def latest(self) -> int | None:
-        """The newest version that was ready when this rank joined, or that it has published since: a
-        restarted trainer resumes past it."""
+        """The newest version that readers could have when this rank joined, or that it published since; None
+        when its memory has gone with the trainer that held it."""
         return self._latest
 
     def publish(
@@ -162,9 +175,17 @@ class Producer:
         """
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise InvalidRequest(f"version {version!r}: versions are whole numbers from 0", model=self.model)
+        if wait not in ("packed", "ready"):
+            raise InvalidRequest(f'wait={wait!r}: "packed" or "ready"', model=self.model)
         if self._closed:
             raise InvalidRequest(
                 f"this producer of {self.model!r} is closed: make a new one", model=self.model
+            )
+        if os.getpid() != self._pid:
+            raise InvalidRequest(
+                f"this producer of {self.model!r} belongs to the process that made it, not to its children: "
+                f"make one after the fork",
+                model=self.model,
             )
         deadline = time.monotonic() + (self.timeouts.publish if timeout is None else timeout)
         begun = time.perf_counter()
@@ -183,21 +204,28 @@ class Producer:
                 time.sleep(0.05)
         if wait == "ready":
             self._wait_ready(version, deadline)
-        self._latest = version
+        self._latest = self._highest = version
         return published
 
     def _attempt(
         self, version: int, buffers: Mapping[str, torch.Tensor], begun: float, deadline: float
     ) -> Published:
         self._report("wait", version, 0, 0, "for a slot")
-        grant = self._client.open_version(
-            self.model,
-            version,
-            rank=self.rank,
-            session=self._session,
-            seal_timeout=self.timeouts.seal,
-            timeout=max(deadline - time.monotonic(), 0.0),
-        )
+        try:
+            grant = self._client.open_version(
+                self.model,
+                version,
+                rank=self.rank,
+                session=self._session,
+                seal_timeout=self.timeouts.seal,
+                timeout=max(deadline - time.monotonic(), 0.0),
+            )
+        except UnknownModel as error:
+            raise UnknownModel(
+                f"{error.message}. This rank had joined: the controller has lost its state (was it started "
+                f"anew without --data-dir?). Make a new Producer on every rank",
+                **error.details,
+            ) from error
         try:
             return self._fill(grant, buffers, begun)
         except BaseException as error:
@@ -255,7 +283,8 @@ class Producer:
                 del self._slots[grant.slot]
                 self._transports.withdraw(segment)
                 segment.close()
-            # what predecessors left behind, once no version that lives is in it
+            # what others left long ago, and predecessors once no version that lives is in it
+            remove_orphans(None, older_than_s=ABANDONED)
             remove_orphans(self._owner, keep_sessions={self._session, *grant.keep_sessions})
             segment = Segment.create(nbytes, self._owner, self._session)
             self._slots[grant.slot] = segment
@@ -298,6 +327,8 @@ class Producer:
 
     def close(self) -> None:
         """Leave the model and free the memory: versions that are only here are gone."""
+        if os.getpid() != self._pid:
+            return  # a child's copy: the rank is the parent's
         self._closed = True
         self._undo.close()
         slots, self._slots = self._slots, {}

@@ -54,7 +54,7 @@ async def begin_round(
             model, group, body.rank, body.session, body.min_version, body.lease_ttl
         )
 
-    answer = await waiters.until(model, patiently(model, attempt, wait), wait)
+    answer = await waiters.until(model, patiently(model, attempt, wait, member=True), wait)
     return {"wait": answer} if isinstance(answer, Wait) else {"round": answer}
 
 

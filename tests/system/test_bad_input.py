@@ -273,3 +273,99 @@ def test_closing_twice_and_using_what_is_closed_are_both_harmless(controller: st
         writer.publish(2)
     with pytest.raises(InvalidRequest, match="closed"):
         reader.update()
+
+
+def test_weights_that_share_memory_are_refused_since_one_would_overwrite_the_other(
+    controller: str, model: str
+) -> None:
+    line, square = torch.zeros(10), torch.zeros(4, 6)
+    for held in (
+        {"a": line[:6], "b": line[4:]},
+        {"a": line, "b": line},
+        {"a": square[:, :4], "b": square[:, 3:]},
+    ):
+        with pytest.raises(LayoutError, match="shares memory with 'a'"):
+            consumer(controller, model, weights=held)
+    apart = {"a": square[:, :3], "b": square[:, 3:]}
+    with producer(controller, model, weights={n: torch.ones(4, 3) for n in apart}) as writer:
+        writer.publish(1)
+        with consumer(controller, model, weights=apart) as reader:
+            assert reader.update() == 1
+    assert square.eq(1).all()
+
+
+def test_a_poll_without_time_leaves_the_weights_as_they_are(controller: str, model: str) -> None:
+    held = weights()
+    with producer(controller, model) as writer, consumer(controller, model, weights=held) as reader:
+        writer.publish(1)
+        reader.update()
+        writer.publish(2)
+        with pytest.raises(WaitTimeout):
+            reader.update(timeout=0)
+        assert reader.version == 1
+        assert held["a.weight"].eq(1).all()
+        for wrong in (-1, float("nan"), float("inf"), "5"):
+            with pytest.raises(InvalidRequest, match="timeout"):
+                reader.update(timeout=wrong)  # type: ignore[arg-type]
+        assert reader.update() == 2
+
+
+def test_a_slow_rank_does_not_cost_the_others_their_lease(controller: str, model: str) -> None:
+    """It comes after the lease would have ended, and within the time that an update may take."""
+    patient = Timeouts(join=10, publish=10, seal=10, update=20, call=5, member=2, lease=1)
+    with (
+        producer(controller, model) as writer,
+        consumer(controller, model, rank=0, world_size=2, timeouts=patient) as first,
+        consumer(controller, model, rank=1, world_size=2, timeouts=patient) as second,
+    ):
+        writer.publish(1)
+
+        def late() -> int:
+            time.sleep(3)
+            return second.update()
+
+        assert together(first.update, late) == [1, 1]
+
+
+def test_a_controller_that_forgot_everything_is_told_from_one_that_waits(model: str) -> None:
+    server = Server("--port", "0")
+    port = server.url.rsplit(":", 1)[1]
+    try:
+        with producer(server.url, model, timeouts=QUICK) as writer, consumer(server.url, model) as reader:
+            writer.publish(1)
+            assert reader.update() == 1
+            server.kill()
+            server = Server("--port", port)
+            with pytest.raises(UnknownModel, match="Make a new Consumer"):
+                reader.update()
+            with pytest.raises(UnknownModel, match="Make a new Producer"):
+                writer.publish(2)
+    finally:
+        server.stop()
+
+
+def test_a_restarted_trainer_resumes_past_versions_whose_memory_is_gone(controller: str, model: str) -> None:
+    with producer(controller, model) as writer:
+        writer.publish(3)
+    with producer(controller, model) as writer:
+        assert writer.latest is None
+        assert writer.highest == 3
+        writer.publish(writer.highest + 1)
+
+
+def test_a_forked_child_can_neither_publish_nor_sign_off_for_its_parent(controller: str, model: str) -> None:
+    with producer(controller, model) as writer, consumer(controller, model) as reader:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                writer.publish(1)
+            except InvalidRequest:
+                reader.close()
+                writer.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        writer.publish(1)
+        assert reader.update() == 1
