@@ -133,7 +133,7 @@ class Version:
             f"{self.total('needed') / 1e6:.1f}",
             f"{moved / 1e6:.1f}",
             f"{moved / max(sum(float(m['pull']) for m in self.updated.values()), 1e-9) / 1e9:.2f}",
-            ", ".join(sorted(self.transports)),
+            ", ".join(sorted({t.split("/")[0] for t in self.transports})),
             "no" if self.differences else "yes",
         ]
 
