@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.store.errors import InvalidRequest, MemberConflict, WeightDepotError
+from weightdepot.store.errors import InvalidRequest, MemberConflict, UnknownModel, WeightDepotError
 from weightdepot.store.hosts import is_dead
 from weightdepot.store.index.records import Process
 from weightdepot.store.timeouts import Timeouts
@@ -29,6 +29,15 @@ def check_rank(model: str, rank: int, world_size: int) -> None:
         raise InvalidRequest(
             f"rank {rank!r} of {world_size!r}: ranks are whole numbers from 0 to world_size - 1", model=model
         )
+
+
+def forgotten(error: UnknownModel, advice: str) -> UnknownModel:
+    """What a member is told that the controller does not know, although it had joined."""
+    return UnknownModel(
+        f"{error.message}. This rank had joined: the controller has lost its state (was it started "
+        f"anew without --data-dir?). {advice}",
+        **error.details,
+    )
 
 
 def take_rank(join: Callable[[str], T], timeout: float) -> T:

@@ -6,7 +6,7 @@ import contextlib
 import time
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.api.membership import Membership
+from weightdepot.api.membership import Membership, forgotten
 from weightdepot.store.errors import LeaseLost, SourceLost, StaleGroup, UnknownModel, WeightDepotError
 from weightdepot.store.index.records import GroupState, Round
 from weightdepot.store.timeouts import Timeouts
@@ -48,11 +48,7 @@ class Rounds:
                     timeout=max(deadline - time.monotonic(), 0.0),
                 )
             except UnknownModel as error:
-                raise UnknownModel(
-                    f"{error.message}. This rank had joined: the controller has lost its state (was it "
-                    f"started anew without --data-dir?). Make a new Consumer, once the producers are back",
-                    **error.details,
-                ) from error
+                raise forgotten(error, "Make a new Consumer, once the producers are back") from error
             except StaleGroup as error:
                 # A round to a version that is too old: the rank that has staged it is about to give it up,
                 # for it is asked for the same `min_version`.

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Self
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.api.membership import Membership, check_rank, new_session, take_rank
+from weightdepot.api.membership import Membership, check_rank, forgotten, new_session, take_rank
 from weightdepot.producers.sources import weights_of
 from weightdepot.store.digests import combine, digest_tiles
 from weightdepot.store.errors import (
@@ -221,11 +221,7 @@ class Producer:
                 timeout=max(deadline - time.monotonic(), 0.0),
             )
         except UnknownModel as error:
-            raise UnknownModel(
-                f"{error.message}. This rank had joined: the controller has lost its state (was it started "
-                f"anew without --data-dir?). Make a new Producer on every rank",
-                **error.details,
-            ) from error
+            raise forgotten(error, "Make a new Producer on every rank") from error
         try:
             return self._fill(grant, buffers, begun)
         except BaseException as error:
