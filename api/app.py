@@ -8,29 +8,45 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
-from weightdepot.api import openapi, problems
+from weightdepot.api import openapi, problems, reference
+from weightdepot.api.access import Access, Authentication
 from weightdepot.api.bodies import BodyLimit
 from weightdepot.api.controller import running
-from weightdepot.api.dependencies import RunCheck
+from weightdepot.api.dependencies import AccessCheck, RunCheck
 from weightdepot.api.index import open_index
 from weightdepot.api.release import release
-from weightdepot.api.routers import groups, health, layouts, members, models, plans, versions
+from weightdepot.api.routers import (
+    events,
+    groups,
+    health,
+    layouts,
+    members,
+    models,
+    operations,
+    plans,
+    rounds,
+    versions,
+)
 from weightdepot.api.settings import Settings
 from weightdepot.store.index.index import Index
+
+RESOURCES = (layouts, models, operations, members, versions, plans, groups, rounds, events)
 
 
 def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
     """The controller as an ASGI application.
 
     `index` stays the caller's; without one the app opens its own when it starts (an embedded one where
-    the settings name no Redis) and closes it when it stops.
+    the settings name no Redis) and closes it when it stops. Raises InvalidRequest for settings that cannot
+    work, such as a tokens file that is none.
     """
+    access = Access(settings.tokens, settings.open_reading, settings.run)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             used = index if index is not None else await stack.enter_async_context(open_index(settings))
-            app.state.controller = await stack.enter_async_context(running(settings, used))
+            app.state.controller = await stack.enter_async_context(running(settings, used, access))
             try:
                 yield
             finally:
@@ -44,16 +60,22 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
         openapi_tags=openapi.TAGS,
         lifespan=lifespan,
         redirect_slashes=False,
+        # every route that is included asks for a role, unless it says that it is open
+        dependencies=[AccessCheck],
+        docs_url=None,  # FastAPI's loads its scripts from elsewhere
+        redoc_url=None,
         generate_unique_id_function=_operation_id,
     )
     problems.install(app)
-    openapi.install(app)
     app.add_middleware(BodyLimit, limit=settings.limits.body)
+    app.add_middleware(Authentication, access=access)  # the last one added is asked first
     app.include_router(health.router, prefix="/v1")
     v1 = APIRouter(prefix="/v1", dependencies=[RunCheck])
-    for resource in (layouts, models, members, versions, plans, groups):
+    for resource in RESOURCES:
         v1.include_router(resource.router)
     app.include_router(v1)
+    openapi.install(app, [health.router, *(resource.router for resource in RESOURCES)])
+    reference.install(app)
     return app
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from weightdepot.store.errors import UnknownModel, WaitTimeout
-from weightdepot.store.index.records import Group, Member, Model, Version, VersionState, Wait
+from weightdepot.api.problems import NotYet
+from weightdepot.api.waiting import Waiters
+from weightdepot.store.errors import UnknownModel
+from weightdepot.store.index.records import Group, Member, Model, Wait
 
 T = TypeVar("T")
 
@@ -41,11 +43,6 @@ def reader_layouts(groups: list[Group]) -> set[str]:
     return {member.layout for group in groups for member in group.members if member.alive and member.layout}
 
 
-def newest_ready(model: Model, min_version: int) -> Version | None:
-    ready = [v for v in model.versions if v.state is VersionState.READY and v.version >= min_version]
-    return max(ready, key=lambda version: version.version, default=None)
-
-
 def patiently(
     name: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float, member: bool = False
 ) -> Callable[[], Awaitable[T | Wait]]:
@@ -66,6 +63,23 @@ def patiently(
     return or_wait
 
 
-def timed_out(wait: Wait, seconds: float) -> WaitTimeout:
+def timed_out(wait: Wait, seconds: float) -> NotYet:
     """The problem for routes whose answer has no place for a wait."""
-    return WaitTimeout(f"waited {seconds:g} s: {wait.message}", **{"reason": wait.reason, **wait.details})
+    return NotYet(f"waited {seconds:g} s: {wait.message}", **{"reason": wait.reason, **wait.details})
+
+
+async def last_look(
+    waiters: Waiters, model: str, look: Callable[[], Awaitable[T]], settled: Callable[[T], bool], wait: float
+) -> T:
+    """What `look` sees once it is `settled`; after `wait` seconds what it sees then."""
+    seen = await look()
+    if wait <= 0 or settled(seen):
+        return seen
+
+    async def attempt() -> T | Wait:
+        nonlocal seen
+        seen = await look()
+        return seen if settled(seen) else Wait("settled", "not yet")
+
+    await waiters.until(model, attempt, wait)
+    return seen

@@ -8,12 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 
+from weightdepot.api.access import Access
+from weightdepot.api.feed import Feed
 from weightdepot.api.planner import Planner
 from weightdepot.api.settings import Settings
 from weightdepot.api.waiting import Waiters
 from weightdepot.store.errors import IndexUnavailable, UnknownModel
 from weightdepot.store.index.index import Index
-from weightdepot.store.index.records import VersionState
+from weightdepot.store.index.records import Event, VersionState
 
 log = logging.getLogger("weightdepot.api")
 
@@ -29,25 +31,41 @@ class Controller:
     settings: Settings
     index: Index
     waiters: Waiters
+    feed: Feed
     planner: Planner
+    access: Access
+
+    def end_waits(self) -> None:
+        """End long polls and streams, whose connections would hold up the end of the process."""
+        self.waiters.close()
+        self.feed.close()
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, index: Index) -> AsyncIterator[Controller]:
+async def running(settings: Settings, index: Index, access: Access) -> AsyncIterator[Controller]:
     """A controller on `index` (which stays the caller's) with its background tasks."""
     waiters = Waiters(settings.timeouts.recheck)
+    feed = Feed(settings.timeouts.keep_alive, settings.limits.backlog, settings.limits.listeners)
     planner = Planner(index, settings)
+
+    def hear(event: Event) -> None:
+        if event.kind == "subscribed":
+            planner.forget()
+        feed.hear(event)
+
     tasks = [
-        asyncio.create_task(_for_ever("events", lambda: waiters.listen(index, planner.forget))),
+        asyncio.create_task(_for_ever("events", lambda: waiters.listen(index, hear))),
         asyncio.create_task(_for_ever("sweep", lambda: _sweep(index, settings.timeouts.sweep))),
+        asyncio.create_task(_for_ever("tokens", lambda: _reload(access, settings.timeouts.tokens))),
         asyncio.create_task(
             _for_ever("refresh", lambda: _refresh(index, planner, settings.timeouts.blob_ttl / 4))
         ),
     ]
+    controller = Controller(settings, index, waiters, feed, planner, access)
     try:
-        yield Controller(settings, index, waiters, planner)
+        yield controller
     finally:
-        waiters.close()
+        controller.end_waits()
         await _ended(tasks)
         await planner.close()
 
@@ -71,6 +89,13 @@ async def _for_ever(what: str, work: Callable[[], Awaitable[None]]) -> None:
         except Exception:
             log.exception("the background task %r failed; it goes on in a second", what)
         await asyncio.sleep(1.0)
+
+
+async def _reload(access: Access, interval: float) -> None:
+    """Tokens come and go while it runs."""
+    while True:
+        await asyncio.sleep(interval)
+        access.reload()
 
 
 async def _sweep(index: Index, interval: float) -> None:

@@ -6,9 +6,11 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
 
+from weightdepot.api.access import CALLER, Caller, check_roles
 from weightdepot.api.controller import Controller
 from weightdepot.api.planner import Planner
 from weightdepot.api.problems import WrongRun
+from weightdepot.api.roles import asked_of
 from weightdepot.api.settings import DEFAULT_RUN, MAX_WAIT, RUN_HEADER
 from weightdepot.api.waiting import Waiters
 from weightdepot.store.index.index import Index
@@ -32,6 +34,16 @@ async def get_waiters(controller: ControllerDep) -> Waiters:
 
 async def get_planner(controller: ControllerDep) -> Planner:
     return controller.planner
+
+
+async def get_caller(request: Request) -> Caller:
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+async def check_access(request: Request) -> None:
+    """Raises TokenRefused or Forbidden where the caller has none of the roles that the route asks for."""
+    check_roles(await get_caller(request), asked_of(request.scope["endpoint"], request.method))
 
 
 async def check_run(
@@ -76,4 +88,6 @@ IndexDep = Annotated[Index, Depends(get_index)]
 WaitersDep = Annotated[Waiters, Depends(get_waiters)]
 PlannerDep = Annotated[Planner, Depends(get_planner)]
 WaitDep = Annotated[float, Depends(get_wait)]
+CallerDep = Annotated[Caller, Depends(get_caller)]
+AccessCheck = Depends(check_access)
 RunCheck = Depends(check_run)

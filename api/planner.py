@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from weightdepot.api.problems import UnknownLayout
 from weightdepot.api.settings import Settings
+from weightdepot.api.tilings import checked_tiling
 from weightdepot.store.errors import InvalidRequest, VersionGone
 from weightdepot.store.index.index import Index
 from weightdepot.store.layout import Layout, manifest_of
@@ -135,6 +136,22 @@ class Planner:
             await self._once(f"tiling {tiling}", lambda: self._ensure(tiling, producers, consumers), patience)
         return tiling
 
+    async def whole_tiling(self, tiling: str) -> bytes:
+        """Encoded. Raises VersionGone."""
+        data = await self._blob("tiling", tiling)
+        if data is None:
+            raise _tiling_gone(tiling)
+        return data
+
+    async def put_tiling(self, tiling: str, data: bytes) -> None:
+        """Check and keep a tiling that the index may have lost. One that is there stays as it is: versions
+        may have been made with it. Raises InvalidRequest."""
+        await anyio.to_thread.run_sync(checked_tiling, data, limiter=self._checks)
+        # not from memory: the index may have lost it since
+        if await self._index.get_blob("tiling", tiling, ttl_s=self._ttl) is None:
+            await self._index.put_blob("tiling", tiling, data, self._ttl)
+            self._bytes.put(f"tiling {tiling}", data)
+
     async def source_tiling(self, tiling: str, rank: int, patience: float) -> bytes:
         """What one producer rank stores. Raises VersionGone for an unknown tiling, StillPlanning."""
         key = f"source {tiling} {rank}"
@@ -219,11 +236,7 @@ class Planner:
         async def decode() -> Tiling:
             data = await self._blob("tiling", tiling)
             if data is None:
-                raise VersionGone(
-                    f"tiling {tiling} is not kept any more, nor are versions that it was made for: "
-                    "ask for the newest version again",
-                    tiling=tiling,
-                )
+                raise _tiling_gone(tiling)
             made = await self._in_thread(lambda: Tiling.from_bytes(data))
             self._tilings.put(tiling, made)
             return made
@@ -268,3 +281,11 @@ class Planner:
 
 def _decoded(data: bytes) -> Layout:
     return Layout.from_bytes(data)
+
+
+def _tiling_gone(tiling: str) -> VersionGone:
+    return VersionGone(
+        f"tiling {tiling} is not kept any more, nor are versions that it was made for: "
+        "ask for the newest version again",
+        tiling=tiling,
+    )

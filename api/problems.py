@@ -15,8 +15,10 @@ from starlette.responses import Response
 
 from weightdepot.store.errors import (
     PROBLEM_BASE,
+    IntegrityError,
     InvalidRequest,
     LayoutError,
+    Unauthorized,
     WaitTimeout,
     WeightDepotError,
 )
@@ -33,8 +35,32 @@ class WrongRun(InvalidRequest):
     status, title = 409, "Another run"
 
 
+class TokenRefused(Unauthorized):
+    """No token where one is wanted, or one that nobody was given."""
+
+    title = "A token is wanted"
+
+
+class Forbidden(Unauthorized):
+    """The token is known, and does not allow this."""
+
+    status, title = 403, "The token does not allow this"
+
+
 class UnknownLayout(InvalidRequest):
     status, title = 404, "No such layout"
+
+
+class NotYet(WaitTimeout):
+    """What a request was held for did not come in its time. Nothing has failed, hence no 5xx."""
+
+    status, title = 404, "Not there yet"
+
+
+class ChangedOnTheWay(IntegrityError):
+    """What a request carries does not hash to what it states."""
+
+    status = 422
 
 
 class NothingReady(WeightDepotError):
@@ -55,7 +81,18 @@ class ProblemResponse(Response):
 
 
 def answer(error: WeightDepotError) -> ProblemResponse:
-    return ProblemResponse(error.to_problem(), {"Retry-After": "1"} if error.status == 503 else None)
+    return ProblemResponse(error.to_problem(), _headers(error))
+
+
+def _headers(error: WeightDepotError) -> dict[str, str]:
+    if error.status == 401:
+        return {"WWW-Authenticate": 'Bearer realm="weightdepot"'}
+    if isinstance(error, Forbidden) and "roles" in error.details:
+        scope = " ".join(error.details["roles"])
+        return {
+            "WWW-Authenticate": f'Bearer realm="weightdepot", error="insufficient_scope", scope="{scope}"'
+        }
+    return {"Retry-After": "1"} if error.status == 503 else {}
 
 
 def http_problem(status: int, detail: str) -> dict[str, Any]:

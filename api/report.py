@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weightdepot.store.index.records import Group, GroupState, Member, Model, Version, VersionState
+from weightdepot.store.index.records import (
+    Group,
+    GroupState,
+    Member,
+    Mode,
+    Model,
+    Version,
+    VersionState,
+)
 
 MANY = 8  # ranks are listed up to here, then counted
 
@@ -18,10 +26,6 @@ class ModelReport:
     groups: tuple[Group, ...]
     troubles: tuple[str, ...]  # in words, each with what to do where that is known
 
-    def lag(self, held: int | None) -> int | None:
-        """How many versions (in their own numbers) something is behind; None where either is unknown."""
-        return None if held is None or self.model.latest is None else max(0, self.model.latest - held)
-
 
 def report_on(model: Model, groups: Sequence[Group]) -> ModelReport:
     troubles = [
@@ -29,6 +33,7 @@ def report_on(model: Model, groups: Sequence[Group]) -> ModelReport:
         *(trouble for version in model.versions for trouble in _version_troubles(version)),
         *_slot_troubles(model),
         *(trouble for group in groups for trouble in _group_troubles(group)),
+        *_lag_troubles(model, groups),
     ]
     return ModelReport(model, tuple(groups), tuple(troubles))
 
@@ -60,14 +65,23 @@ def _version_troubles(version: Version) -> Iterator[str]:
         yield f"version {version.version} is retired, but {', '.join(version.leases)} still read it"
 
 
+def _kept(model: Model, version: Version) -> bool:
+    """Whether it is kept by somebody's wish: such versions take no slot of the others."""
+    return version.pinned or bool(version.tags) or (model.held and version.version == model.current)
+
+
 def _slot_troubles(model: Model) -> Iterator[str]:
-    live = [
-        v for v in model.versions if v.state in (VersionState.OPEN, VersionState.READY, VersionState.RETIRED)
+    using = [
+        v
+        for v in model.versions
+        if v.state in (VersionState.OPEN, VersionState.READY, VersionState.RETIRED)
+        and not v.live
+        and not _kept(model, v)
     ]
-    ready = [v for v in live if v.state is VersionState.READY]
-    newest = max((v.version for v in ready), default=None)
-    blocked = [v for v in live if v.leases and v.version != newest]
-    if len(live) >= model.retention and len(blocked) == len(live) - (newest is not None) and blocked:
+    newest = max((v.version for v in using if v.state is VersionState.READY), default=None)
+    blocked = [v for v in using if v.leases and v.version != newest]
+    slots = max(model.retention, model.policy.max_lag + 2 if model.policy.mode is Mode.BOUNDED else 0)
+    if len(using) >= slots and len(blocked) == len(using) - (newest is not None) and blocked:
         holders = sorted({lease for v in blocked for lease in v.leases})
         yield f"every slot is in use; the next publish waits for {', '.join(holders)}"
 
@@ -83,3 +97,17 @@ def _group_troubles(group: Group) -> Iterator[str]:
         yield f"{name} is half-way and must not serve: {group.error or 'a round failed'}"
     if group.state is GroupState.MOVING and group.pending:
         yield f"{name} moves to version {group.target}: {ranks_text(group.pending)} not done yet"
+
+
+def _lag_troubles(model: Model, groups: Sequence[Group]) -> Iterator[str]:
+    """Who holds the trainer up, in the modes in which somebody does."""
+    policy = model.policy
+    if policy.mode is Mode.ASYNC:
+        return
+    for group in groups:
+        behind = group.live and group.lag > (policy.max_lag if policy.mode is Mode.BOUNDED else 0)
+        if behind and not (model.held and group.version == model.current):
+            limit = f" (max_lag {policy.max_lag})" if policy.mode is Mode.BOUNDED else ""
+            yield f"group {group.group} is {group.lag} versions behind{limit}: publishing waits for it"
+    if model.held and policy.mode is Mode.BOUNDED and model.latest != model.current:
+        yield f"the model is held at {model.current}: in mode bounded publishing waits until it is released"

@@ -9,8 +9,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
 
 import uvicorn
 
@@ -34,7 +37,8 @@ class CannotServe(WeightDepotError):
 def serve(settings: Settings, announce: Callable[[str], None] = lambda _url: None) -> None:
     """Serve until SIGTERM or SIGINT. `announce` is called with the URL once requests are answered.
 
-    Raises CannotServe where the address is taken or not ours, IndexUnavailable where Redis does not answer.
+    Raises CannotServe where the address is taken or not ours or the certificate cannot be used,
+    InvalidRequest for a tokens file that is none, IndexUnavailable where Redis does not answer.
     """
     logging.basicConfig(
         level=settings.log_level.upper(),
@@ -42,6 +46,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda _url: Non
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        check_certificate(settings.tls_cert, settings.tls_key)
     with bind(settings.host, settings.port) as listener:
         planning = asyncio.run(_serve(settings, listener, announce))
     if planning:
@@ -86,9 +92,37 @@ def _why_not(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {at}: {error.strerror or error}"
 
 
-def url_of(listener: socket.socket) -> str:
+def check_certificate(cert: Path, key: Path) -> None:
+    """Raises CannotServe where https cannot be served with these."""
+    try:
+        # an encrypted key would make somebody type a password, at each start
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except OSError as error:  # SSLError is one
+        raise CannotServe(
+            f"https cannot be served with the certificate {cert} and the key {key} ({error}): both are PEM "
+            "files, they belong together, and the key is not encrypted"
+        ) from error
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def warn_of_openness(settings: Settings, host: str) -> None:
+    """Said once, where others can reach what is not protected."""
+    if ip_address(host).is_loopback:
+        return
+    if settings.tokens is None:
+        log.warning(
+            "everybody who reaches %s may do everything: no tokens are asked for (--tokens; see "
+            "docs/security.md)",
+            host,
+        )
+    elif settings.tls_cert is None:
+        log.warning(
+            "tokens reach %s unencrypted, unless something in front of it speaks TLS (--tls-cert)", host
+        )
 
 
 class _Server(uvicorn.Server):
@@ -123,12 +157,14 @@ async def _serve(settings: Settings, listener: socket.socket, announce: Callable
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
                 timeout_graceful_shutdown=max(1, int(settings.timeouts.shutdown) - 2),
             )
 
             def end_waits() -> None:
                 controller: Controller = app.state.controller
-                controller.waiters.close()
+                controller.end_waits()
 
             server = _Server(config, end_waits)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -136,9 +172,10 @@ async def _serve(settings: Settings, listener: socket.socket, announce: Callable
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
             if server.started:
-                url = url_of(listener)
+                url = url_of(listener, "http" if settings.tls_cert is None else "https")
                 where = "an embedded index" if settings.redis_url is None else redacted(settings.redis_url)
                 log.info("controller of run %r at %s, on %s", settings.run, url, where)
+                warn_of_openness(settings, listener.getsockname()[0])
                 announce(url)
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             controller: Controller | None = getattr(app.state, "controller", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,10 +15,13 @@ DEFAULT_PORT = 8300
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 DEFAULT_RUN = "default"
 RUN_HEADER = "Weightdepot-Run"
+TOKEN_VARIABLE = "WEIGHTDEPOT_TOKEN"  # noqa: S105 - its name
+CA_VARIABLE = "WEIGHTDEPOT_CA"
 
 MAX_WAIT = 30.0  # seconds; the longest that one long poll is held
-# Seconds that even a request that does not wait gives to planning, which mostly takes milliseconds.
-PATIENCE = 1.0
+# Seconds that even a request that does not wait gives to planning, which mostly takes milliseconds. Less than
+# a client gives an answer past its deadline (exchange.py).
+PATIENCE = 0.5
 DEFAULT_MEMBER_TTL = 15.0  # seconds without a heartbeat until a member counts as dead
 DEFAULT_LEASE_TTL = 30.0  # seconds without a heartbeat until a round's lease ends
 DEFAULT_SEAL_TIMEOUT = 600.0  # seconds from a version's opening to its last seal
@@ -36,6 +40,8 @@ class Timeouts:
     blob_ttl: float = 7 * 24 * 3600.0
     index_connect: float = 2.0
     index_operation: float = 5.0
+    keep_alive: float = 5.0  # between two signs of life in a stream of events
+    tokens: float = 1.0  # between two looks at the tokens file
     # From SIGTERM to the end; requests in flight have until one second before it.
     shutdown: float = 4.0
 
@@ -47,6 +53,8 @@ class Limits:
     body: int = 64 << 20  # bytes of a request's body
     cache: int = 256 << 20  # bytes of encoded tilings, plans and manifests kept in memory
     planning_threads: int = 2
+    listeners: int = 256  # streams of events at once
+    backlog: int = 1024  # events that one of them may be behind
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class Settings:
     data_dir: Path | None = None  # where an embedded index keeps its data; None: it starts empty
     run: str = DEFAULT_RUN
     log_level: str = "info"
+    tokens: Path | None = None  # who may do what (see access.py); None: everybody everything
+    open_reading: bool = False  # with tokens: whether one may read without
+    tls_cert: Path | None = None  # the certificate chain (PEM) to serve https with, and its key
+    tls_key: Path | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
@@ -68,6 +80,8 @@ class Settings:
             raise InvalidRequest(f"port {self.port} is outside 0 to 65535")
         if self.log_level not in LOG_LEVELS:
             raise InvalidRequest(f"log level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequest("tls_cert and tls_key go together: https takes a certificate and its key")
         if self.redis_url is not None:
             _check_redis_url(self.redis_url)
             if self.data_dir is not None:
@@ -75,6 +89,16 @@ class Settings:
                     "data_dir is where the embedded index keeps its data; with a Redis URL there is none: "
                     "give one of the two"
                 )
+
+
+def token_here() -> str | None:
+    """The token of whoever runs this process."""
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def ca_here() -> str | None:
+    """A file with the certificates (PEM) that a controller's is checked against."""
+    return os.environ.get(CA_VARIABLE) or None
 
 
 def _check_redis_url(url: str) -> None:

@@ -9,7 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from weightdepot.api.report import ModelReport
-from weightdepot.store.index.records import GroupState, Member, Version, VersionState
+from weightdepot.store.index.records import (
+    Convergence,
+    Group,
+    GroupState,
+    Member,
+    Mode,
+    Version,
+    VersionState,
+)
 
 _STATE_STYLE = {
     VersionState.OPEN: "yellow",
@@ -34,11 +42,11 @@ def size_text(nbytes: int) -> str:
     return f"{size:.1f} TB"
 
 
-def show_status(console: Console, url: str, reports: Sequence[ModelReport]) -> None:
+def show_status(console: Console, url: str, reports: Sequence[ModelReport], *, ranks: bool = False) -> None:
     if not reports:
         console.print(Text(f"no model is registered at {url}"))
     for report in reports:
-        _show_model(console, report)
+        _show_model(console, report, ranks)
 
 
 def show_versions(console: Console, model: str, versions: Sequence[Version]) -> None:
@@ -50,43 +58,89 @@ def show_versions(console: Console, model: str, versions: Sequence[Version]) -> 
         table.add_row(
             str(v.version),
             _state(v.state),
-            str(v.slot),
+            "live" if v.live else str(v.slot),
             f"{len(v.sealed)}/{v.world_size}",
             size_text(v.nbytes),
             Text(", ".join(v.leases)),
-            Text(v.reason),
+            Text(_note(v)),
         )
     console.print(table)
 
 
-def _show_model(console: Console, report: ModelReport) -> None:
+def show_convergence(console: Console, seen: Convergence) -> None:
+    current = "no version is current" if seen.current is None else f"current {seen.current}"
+    console.print(
+        Text(seen.model, style="bold"),
+        Text(f"{current}{', held' if seen.held else ''};"),
+        Text("converged", style="green") if seen.converged else Text("not converged", style="red"),
+    )
+    for what, groups in (("there", seen.at), ("behind", seen.behind), ("absent", seen.absent)):
+        if groups:
+            console.print(Text(f"{what}: {', '.join(groups)}"))
+
+
+def _note(version: Version) -> str:
+    kept = ["pinned"] if version.pinned else []
+    return "; ".join([*kept, *(f"tag {name}" for name in version.tags), *filter(None, [version.reason])])
+
+
+def _show_model(console: Console, report: ModelReport, ranks: bool) -> None:
     model = report.model
     latest = "nothing ready" if model.latest is None else f"latest {model.latest}"
+    if model.held:
+        latest += f", held at {model.current}"
     alive = sum(member.alive for member in model.producers)
+    mode = model.policy.mode.value
+    if model.policy.mode is Mode.BOUNDED:
+        mode += f" by {model.policy.max_lag}"
     console.print(
-        Text(model.name, style="bold"), Text(f"{latest}; {alive} of {model.world_size} producers alive")
+        Text(model.name, style="bold"),
+        Text(f"{latest}; {mode}; {alive} of {model.world_size} producers alive"),
     )
     show_versions(console, model.name, model.versions)
     if report.groups:
-        table = Table("group", "rank", "state", "holds", "lag", "alive", "process", box=None, pad_edge=False)
+        table = Table("group", "state", "holds", "lag", "alive", "reads", box=None, pad_edge=False)
         for group in report.groups:
-            for member in group.members:
-                table.add_row(
-                    Text(group.group), str(member.rank), _state(group.state), *_member(report, member)
-                )
+            table.add_row(Text(group.group), _state(group.state), *_group(group))
         console.print(table)
+    if ranks:
+        for group in report.groups:
+            table = Table("rank", "holds", "staged", "alive", "process", box=None, pad_edge=False)
+            for member in group.members:
+                table.add_row(str(member.rank), *_member(member))
+            console.print(Text(group.group, style="bold"))
+            console.print(table)
     for trouble in report.troubles:
         console.print(Text("! ", style="red") + Text(trouble))
     console.print()
 
 
-def _member(report: ModelReport, member: Member) -> tuple[str | Text, ...]:
-    lag = report.lag(member.version)
+def _number(version: int | None) -> str:
+    return "-" if version is None else str(version)
+
+
+def _group(group: Group) -> tuple[str | Text, ...]:
+    alive = sum(member.alive for member in group.members)
+    holds = _number(group.version)
+    if group.state is GroupState.MOVING:
+        holds = f"{_number(group.last)} > {_number(group.target)}"
     return (
-        "-" if member.version is None else str(member.version),
-        "-" if lag is None else str(lag),
+        holds,
+        str(group.lag),
+        Text(f"{alive}/{group.world_size}", style="" if group.live else "red"),
+        ", ".join(map(str, group.leased)),
+    )
+
+
+def _member(member: Member) -> tuple[str | Text, ...]:
+    # the identity of the host is long; the name in its middle is what people know
+    parts = member.process.host.split("/")
+    host = parts[1] if len(parts) == 3 else member.process.host
+    return (
+        _number(member.version),
+        _number(member.staged),
         Text("yes") if member.alive else Text(f"no, for {-member.expires_in:.0f} s", style="red"),
-        Text(f"{member.process.host}/{member.process.pid}"),
+        Text(f"{member.process.pid} at {host}"),
     )
 
 

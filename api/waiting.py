@@ -85,9 +85,9 @@ class Waiters:
         with self._bell(model) as bell:
             while True:
                 bell.clear()
-                last = loop.time() >= deadline or self._closed
                 answer = await attempt()
-                if last or self._closed or not isinstance(answer, Wait):
+                # judged after the look: one that took past the deadline is not followed by another
+                if not isinstance(answer, Wait) or self._closed or loop.time() >= deadline:
                     return answer
                 looked = loop.time()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -96,19 +96,19 @@ class Waiters:
                 if pause > 0 and not self._closed:
                     await asyncio.sleep(min(pause, self._recheck))
 
-    async def listen(self, source: EventSource, on_subscribed: Callable[[], None]) -> None:
+    async def listen(self, source: EventSource, hear: Callable[[Event], None]) -> None:
         """Turn the source's events into rings, for ever; subscribe again when the connection breaks.
 
-        `on_subscribed` is called each time that a subscription has begun: what happened before it was not
-        heard.
+        `hear` is given every event. `subscribed` is among them, each time that a subscription has begun:
+        what happened before it was not heard.
         """
         delay = RECONNECT[0]
         while True:
             try:
                 async for event in source.events():
                     delay = RECONNECT[0]
+                    hear(event)
                     if event.kind == "subscribed":
-                        on_subscribed()
                         self.ring_all()
                     else:
                         self.ring(event.model)

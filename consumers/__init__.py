@@ -1,5 +1,8 @@
 """Keeping a rollout engine's weights at a published version."""
 
-from weightdepot.consumers.consumer import Consumer, Updated
+from weightdepot.consumers.aio import AsyncConsumer
+from weightdepot.consumers.consumer import Consumer
+from weightdepot.consumers.generation import Generation
+from weightdepot.consumers.updating import Updated
 
-__all__ = ["Consumer", "Updated"]
+__all__ = ["AsyncConsumer", "Consumer", "Generation", "Updated"]

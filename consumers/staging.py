@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -33,12 +33,13 @@ class Staging:
         }
         self._placing = Placing(layout)
 
-    def place(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Copy what the layout fills, and nothing else, into the rank's own buffers.
+    def place(self, into: Mapping[str, torch.Tensor], on_write: Callable[[], None]) -> None:
+        """Copy what the layout fills, and nothing else, into the rank's own buffers. `on_write` is called
+        before the first byte.
 
-        Raises LayoutError, before the first byte, when they changed their form.
+        Raises LayoutError, before that, when they changed their form.
         """
-        self._placing(self.buffers, into)
+        self._placing(self.buffers, into, on_write)
 
 
 class Placing:
@@ -49,7 +50,12 @@ class Placing:
         self._whole, self._parts = _regions(layout)
 
     @torch.no_grad()
-    def __call__(self, staged: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    def __call__(
+        self,
+        staged: Mapping[str, torch.Tensor],
+        into: Mapping[str, torch.Tensor],
+        on_write: Callable[[], None] = lambda: None,
+    ) -> None:
         """Raises LayoutError, before the first byte, when `into` has not the form of the layout's buffers."""
         check_buffers(self.layout, into)
         targets = [into[name] for name in self._whole]
@@ -57,6 +63,7 @@ class Placing:
         for name, start, shape, strides in self._parts:
             for memory, found in ((into[name], targets), (staged[name], sources)):
                 found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
+        on_write()
         if targets:
             torch._foreach_copy_(targets, sources)
 

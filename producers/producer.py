@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal
 
@@ -15,55 +16,29 @@ import torch
 from typing_extensions import Self
 
 from weightdepot.api.client import ControllerClient
-from weightdepot.api.membership import Membership, check_rank, forgotten, new_session, take_rank
+from weightdepot.api.membership import Membership, check_rank, new_session
+from weightdepot.producers.announcing import Seat
+from weightdepot.producers.live import LivePublishing, LiveWeights, plain_tensors
+from weightdepot.producers.opening import Cancelled, Opening, never
+from weightdepot.producers.publishing import Published, Publishing
+from weightdepot.producers.sealing import Sealing
+from weightdepot.producers.slots import Slots, expected_nbytes
 from weightdepot.producers.sources import weights_of
-from weightdepot.store.digests import combine, digest_tiles
+from weightdepot.producers.waiting import Wait
 from weightdepot.store.errors import (
     InvalidRequest,
-    PublishAborted,
-    UnknownModel,
-    WaitTimeout,
+    LayoutError,
+    LayoutFault,
     WeightDepotError,
 )
-from weightdepot.store.hosts import this_process
-from weightdepot.store.index.records import Grant, Part, VersionState
 from weightdepot.store.layout import Layout
-from weightdepot.store.moving import check_buffers, pack
-from weightdepot.store.planning import Copies, make_packing
+from weightdepot.store.moving import check_buffers
 from weightdepot.store.progress import OnProgress, Phase, Progress, ignore
-from weightdepot.store.segments import Segment, remove_orphans
-from weightdepot.store.tiling import SourceTiling
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Weights, layout_of, local_buffers
 
-ABANDONED = 3600.0  # seconds; memory of dead processes that no successor of theirs has claimed since
-
-
-@dataclass(frozen=True)
-class Published:
-    """What one `publish` did. Times in seconds, sizes in bytes."""
-
-    version: int
-    nbytes: int
-    """This rank's part."""
-    wait: float
-    """For the controller, the other ranks and a free slot."""
-    pack: float
-    """Copying the weights into the slot; the trainer stands still for `wait` and `pack`."""
-    digest: float
-    seal: float
-
-    @property
-    def stall(self) -> float:
-        """How long the call took in all."""
-        return self.wait + self.pack + self.digest + self.seal
-
-
-@dataclass(frozen=True)
-class _Packing:
-    source: SourceTiling
-    copies: Copies
+log = logging.getLogger("weightdepot.producers")
 
 
 class Producer:
@@ -76,8 +51,13 @@ class Producer:
     rank, world_size: of this rank among all that publish; never read from the environment.
     retention: how many versions are kept in memory, at least 2, the same on every rank.
     dtype: what floating-point weights are published as, where it differs from what they are held in.
-    transport: "auto" (each that works here is offered to readers), "shm" or "mooncake".
-    on_progress: called with a `Progress` during waits and copies.
+    transport: "auto" (each that works here is offered to readers), "shm", "tcp" or "mooncake".
+    zero_copy: publish without a copy, to readers on this machine. The weights are moved into shared memory
+    once (the tensors stay the same objects; a child that is forked later shares them); `publish` then exposes
+    them until every live group has applied the version, which does not outlive the call. For plain tensors in
+    host memory, published in the data type that they have.
+    token, ca: who this is, and whom it trusts, see `ControllerClient`; None: as the environment says.
+    on_progress: called with a `Progress` during waits and copies; also from another thread.
 
     A context manager; `close` leaves the model and frees the memory, with all versions in it.
 
@@ -95,9 +75,13 @@ class Producer:
         world_size: int = 1,
         retention: int = 2,
         dtype: torch.dtype | None = None,
-        transport: Literal["auto", "shm", "mooncake"] = "auto",
+        transport: Literal["auto", "shm", "tcp", "mooncake"] = "auto",
         run: str = "default",
         timeouts: Timeouts | None = None,
+        zero_copy: bool = False,
+        yields: bool = False,
+        token: str | None = None,
+        ca: str | None = None,
         on_progress: OnProgress = ignore,
     ) -> None:
         check_rank(model, rank, world_size)
@@ -111,37 +95,57 @@ class Producer:
         self.timeouts = timeouts or Timeouts()
         self._weights, self._dtype, self._on_progress = weights_of(weights), dtype, on_progress
         self._layout = layout_of(self._weights, dtype)
+        self._busy = threading.Lock()  # one `publish` at a time
         self._closed = False
         self._pid = os.getpid()
-        self._session = new_session()
-        self._owner = hashlib.blake2b(f"{run}/{model}/{rank}".encode(), digest_size=8).hexdigest()
-        self._slots: dict[int, Segment] = {}
-        self._packings: dict[str, _Packing] = {}
+        owner = hashlib.blake2b(f"{run}/{model}/{rank}".encode(), digest_size=8).hexdigest()
         with contextlib.ExitStack() as undo:
-            self._transports = undo.enter_context(contextlib.closing(Transports(transport)))
-            self._client = undo.enter_context(contextlib.closing(ControllerClient(controller, run=run)))
-            self._client.put_layout(self._layout, timeout=self.timeouts.join)
-            joined = take_rank(
-                lambda replace: self._client.join_producer(
-                    model,
-                    rank=rank,
-                    world_size=world_size,
-                    session=self._session,
-                    layout=self._layout.digest,
-                    process=this_process(),
-                    retention=retention,
-                    ttl=self.timeouts.member,
-                    replace=replace,
-                    timeout=self.timeouts.join,
-                ),
-                self.timeouts.join,
+            if zero_copy and transport == "mooncake":
+                raise InvalidRequest(
+                    "zero_copy goes over shared memory alone, not over mooncake", model=model
+                )
+            plain = plain_tensors(self._weights, self._layout) if zero_copy else None
+            transports, session = Transports("shm" if zero_copy else transport), new_session()
+            # closed last: the transports serve what lies in it
+            self._slots = undo.enter_context(contextlib.closing(Slots(owner, session, transports)))
+            undo.enter_context(contextlib.closing(transports))
+            self._client = undo.enter_context(
+                contextlib.closing(ControllerClient(controller, run=run, token=token, ca=ca))
             )
-            self._latest: int | None = joined.latest
-            self._highest: int | None = joined.highest
+            self._seat = Seat(
+                self._client, model, rank, world_size, retention, self._layout, session, self.timeouts, yields
+            )
+            self._seat.take()
             self._membership = undo.enter_context(
-                contextlib.closing(Membership(self._client, model, self._session, self.timeouts))
+                contextlib.closing(
+                    Membership(self._client, model, session, self.timeouts, rejoin=self._seat.retake)
+                )
             )
+            opening = Opening(
+                self._client, self._membership, self._seat, self._layout, model, rank, self.timeouts
+            )
+            self._sealing = Sealing(
+                self._client, self._membership, self._seat, opening, self._slots, transports,
+                model, rank, self.timeouts, self._report,
+            )  # fmt: skip
+            self._publishing = Publishing(
+                self._client, opening, self._sealing, self._seat, self._slots, self._layout,
+                model, self.timeouts, self._report,
+            )  # fmt: skip
+            self._live: LivePublishing | None = None
+            if plain is not None:
+                live = LiveWeights(plain, self._layout, owner, session)
+                self._live = undo.enter_context(
+                    contextlib.closing(
+                        LivePublishing(
+                            self._client, opening, live, model, rank, self.timeouts,
+                            owner, session,
+                        )
+                    )
+                )  # fmt: skip
             self._undo = undo.pop_all()
+        if not zero_copy:
+            threading.Thread(target=self._prepare, name=f"weightdepot-memory-{model}", daemon=True).start()
 
     @property
     def layout(self) -> Layout:
@@ -152,31 +156,81 @@ class Producer:
     def highest(self) -> int | None:
         """The highest version that was ever ready, when this rank joined or that it published since. The
         next one must be above it: a restarted trainer resumes past it, also when that version is gone."""
-        return self._highest
+        under_way, sealed = self._sealing.under_way, self._seat.highest
+        return sealed if under_way is None else under_way
 
     @property
     def latest(self) -> int | None:
         """The newest version that readers could have when this rank joined, or that it published since; None
         when its memory has gone with the trainer that held it."""
-        return self._latest
+        under_way, sealed = self._sealing.under_way, self._seat.latest
+        return sealed if under_way is None else under_way
 
-    def publish(
-        self, version: int, *, timeout: float | None = None, wait: Literal["packed", "ready"] = "packed"
-    ) -> Published:
+    def publish(self, version: int, *, timeout: float | None = None, wait: Wait | None = None) -> Published:
         """Publish this rank's part of `version` (the trainer's step). Returns when the weights may be
-        overwritten; with `wait="ready"`, when every rank has published and readers can have it.
+        overwritten, or later:
+
+        wait: "packed": then, when they are copied. "ready": when every rank has published and readers can
+        have it. "applied": when every live consumer group holds it, or a newer one. None: as the model's
+        policy says, "applied" in mode `sync` and else "packed".
+
+        Digests and the seal follow in the background. What goes wrong there is raised by the next `publish`
+        or `flush`, which wait for it first, and by `Published.sealed`.
 
         Every rank calls it, with the same version. Versions only rise; they need not be consecutive.
 
-        Raises VersionNotNewer, StoreFull (no slot came free in time: names who holds the leases),
-        PublishAborted (another rank died, was replaced or never sealed: nothing was made visible, and the
-        same version may be published again), WaitTimeout, LayoutError (the weights changed their form).
-        After any of these the store is as it was, and readers stay on the last ready version.
+        Raises VersionNotNewer, StoreFull (no slot came free in time: names who holds the leases), WaitTimeout
+        (ranks that never came; in mode `bounded`, groups that lag too far; with "applied", groups that did
+        not come to hold it: the version stays ready), PublishAborted (another rank died, was replaced or
+        never sealed: nothing was made visible, and the same version may be published again), LayoutError (the
+        weights changed their form, or hold no values). Until a version is ready the store stays as it was,
+        and readers stay on the last ready one.
         """
+        return self._publish(version, timeout, wait, never)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Returns when what this rank has published is sealed. Raises what went wrong in the background,
+        once, and WaitTimeout after `timeout` seconds (None: those of `timeouts.seal`)."""
+        self._flush(timeout, never)
+
+    def _flush(self, timeout: float | None, cancelled: Callable[[], bool]) -> None:
+        self._check_open()
+        with self._alone():
+            self._sealing.settle(self.timeouts.seal if timeout is None else timeout, cancelled)
+
+    def _publish(
+        self, version: int, timeout: float | None, wait: Wait | None, cancelled: Callable[[], bool]
+    ) -> Published:
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise InvalidRequest(f"version {version!r}: versions are whole numbers from 0", model=self.model)
-        if wait not in ("packed", "ready"):
-            raise InvalidRequest(f'wait={wait!r}: "packed" or "ready"', model=self.model)
+        if wait not in (None, "packed", "ready", "applied"):
+            raise InvalidRequest(f'wait={wait!r}: "packed", "ready" or "applied"', model=self.model)
+        if self._live is not None and wait in ("packed", "ready"):
+            raise InvalidRequest(
+                f"wait={wait!r}: without a copy the weights are the readers' until all have applied them",
+                model=self.model,
+            )
+        self._check_open()
+        with self._alone():
+            return self._publish_alone(version, timeout, wait, cancelled)
+
+    def _publish_alone(
+        self, version: int, timeout: float | None, wait: Wait | None, cancelled: Callable[[], bool]
+    ) -> Published:
+        patience = self.timeouts.publish if timeout is None else timeout
+        if cancelled():
+            raise Cancelled(f"the publish of version {version} was cancelled before it was begun")
+        # before anything is asked for: a fault here must not leave a version half open
+        buffers = local_buffers(self._weights)
+        check_buffers(self._layout, buffers)
+        _check_values(buffers)
+        if self._live is None:
+            return self._publishing.publish(version, buffers, patience, wait, cancelled)
+        done = self._live.publish(version, buffers, time.monotonic() + patience, cancelled)
+        self._seat.published(version)
+        return done
+
+    def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequest(
                 f"this producer of {self.model!r} is closed: make a new one", model=self.model
@@ -187,149 +241,42 @@ class Producer:
                 f"make one after the fork",
                 model=self.model,
             )
-        deadline = time.monotonic() + (self.timeouts.publish if timeout is None else timeout)
-        begun = time.perf_counter()
-        # before anything is asked for: a fault here must not leave a version half open
-        buffers = local_buffers(self._weights)
-        check_buffers(self._layout, buffers)
-        while True:
-            try:
-                published = self._attempt(version, buffers, begun, deadline)
-                break
-            except PublishAborted:
-                # A rank was replaced while this one was writing. The weights are still here: offer them to
-                # the new set of ranks, as long as there is time.
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.05)
-        if wait == "ready":
-            self._wait_ready(version, deadline)
-        self._latest = self._highest = version
-        return published
 
-    def _attempt(
-        self, version: int, buffers: Mapping[str, torch.Tensor], begun: float, deadline: float
-    ) -> Published:
-        self._report("wait", version, 0, 0, "for a slot")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise InvalidRequest("publish was called while another thread is in it", model=self.model)
         try:
-            grant = self._client.open_version(
-                self.model,
-                version,
-                rank=self.rank,
-                session=self._session,
-                seal_timeout=self.timeouts.seal,
-                timeout=max(deadline - time.monotonic(), 0.0),
-            )
-        except UnknownModel as error:
-            raise forgotten(error, "Make a new Producer on every rank") from error
+            yield
+        finally:
+            self._busy.release()
+
+    def _prepare(self) -> None:
+        """Have the memory of the first version at hand before it is published, if there is time."""
         try:
-            return self._fill(grant, buffers, begun)
-        except BaseException as error:
-            self._abort(version, f"rank {self.rank} failed: {error}")
-            raise
-
-    def _fill(self, grant: Grant, buffers: Mapping[str, torch.Tensor], begun: float) -> Published:
-        version = grant.version
-        packing = self._packing(grant.tiling)
-        source = packing.source
-        segment = self._slot(grant, source.slot_nbytes)
-        waited = time.perf_counter()
-        self._report("pack", version, 0, source.payload)
-        pack(source, packing.copies, self._layout, buffers, segment.tensor)
-        packed = time.perf_counter()
-        self._report("digest", version, source.payload, source.payload)
-        digests = digest_tiles(segment.tensor, source.offset, source.nbytes)
-        digested = time.perf_counter()
-        part = Part(
-            rank=self.rank,
-            session=self._session,
-            endpoints=self._transports.serve(segment),
-            nbytes=source.payload,
-            digests=combine(digests),
-        )
-        self._client.seal(
-            self.model, version, part, digests.astype("<u8").tobytes(), timeout=self.timeouts.call
-        )
-        sealed = time.perf_counter()
-        return Published(
-            version,
-            source.payload,
-            wait=waited - begun,
-            pack=packed - waited,
-            digest=digested - packed,
-            seal=sealed - digested,
-        )
-
-    def _packing(self, tiling: str) -> _Packing:
-        found = self._packings.get(tiling)
-        if found is None:
-            source = self._client.source_tiling(self.model, tiling, self.rank, timeout=self.timeouts.publish)
-            found = _Packing(source, make_packing(source, self._layout))
-            # one more than the present one is enough: a version that was begun with the former
-            while len(self._packings) > 1:
-                self._packings.pop(next(iter(self._packings)))
-            self._packings[tiling] = found
-        return found
-
-    def _slot(self, grant: Grant, nbytes: int) -> Segment:
-        """The memory of the granted slot: nobody reads it now, and nobody will before the seal."""
-        segment = self._slots.get(grant.slot)
-        if segment is None or segment.nbytes < nbytes:
-            if segment is not None:
-                del self._slots[grant.slot]
-                self._transports.withdraw(segment)
-                segment.close()
-            # what others left long ago, and predecessors once no version that lives is in it
-            remove_orphans(None, older_than_s=ABANDONED)
-            remove_orphans(self._owner, keep_sessions={self._session, *grant.keep_sessions})
-            segment = Segment.create(nbytes, self._owner, self._session)
-            self._slots[grant.slot] = segment
-        return segment
-
-    def _abort(self, version: int, reason: str) -> None:
-        # the error that led here is what the caller must see
-        with contextlib.suppress(WeightDepotError):
-            self._client.abort(
-                self.model, version, session=self._session, reason=reason, timeout=self.timeouts.call
-            )
-
-    def _wait_ready(self, version: int, deadline: float) -> None:
-        self._report("wait", version, 0, 0, "for the other ranks")
-        while True:
-            seen = self._client.version(self.model, version, timeout=self.timeouts.call)
-            if seen.state is VersionState.ABORTED:
-                raise PublishAborted(
-                    f"version {version} of {self.model!r} was aborted: {seen.reason}",
-                    model=self.model,
-                    version=version,
-                )
-            if seen.state is not VersionState.OPEN:
-                return
-            # wakes when the version is ready; looks again at times, since it may be aborted instead
-            with contextlib.suppress(WaitTimeout):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PublishAborted(
-                        f"version {version} of {self.model!r} is not ready in time: rank(s) "
-                        f"{list(seen.missing)} of {seen.world_size} have not sealed their part",
-                        model=self.model,
-                        version=version,
-                        missing=list(seen.missing),
-                    )
-                self._client.latest(self.model, min_version=version, timeout=min(left, 1.0))
+            nbytes = self._layout.nbytes
+            if self.world_size > 1:
+                nbytes = sum(t.nbytes for t in self._client.manifest(self.model, timeout=self.timeouts.join))
+        except WeightDepotError:
+            return  # `publish` will meet it too, and say so
+        self._slots.prepare(expected_nbytes(self._layout, self.world_size, nbytes), 1)
 
     def _report(self, phase: Phase, version: int, done: int, total: int, note: str = "") -> None:
         self._on_progress(Progress(self.model, phase, version, done, total, note))
 
     def close(self) -> None:
-        """Leave the model and free the memory: versions that are only here are gone."""
-        if os.getpid() != self._pid:
+        """Leave the model and free the memory: versions that are only here are gone. What is being sealed is
+        waited for, at most `timeouts.call` seconds, and logged where it fails. May be called more than once.
+        """
+        if os.getpid() != self._pid or self._closed:
             return  # a child's copy: the rank is the parent's
         self._closed = True
-        self._undo.close()
-        slots, self._slots = self._slots, {}
-        for segment in slots.values():
-            segment.close()
+        try:
+            self._sealing.settle(self.timeouts.call)
+        except WeightDepotError as error:
+            log.warning("model %s, rank %d: what was published last: %s", self.model, self.rank, error)
+        finally:
+            self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -338,3 +285,16 @@ class Producer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_values(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises LayoutError naming the tensors that have a form and no values."""
+    faults = [
+        LayoutFault(n, "is on the meta device, and has no values") for n, t in buffers.items() if t.is_meta
+    ]
+    if faults:
+        raise LayoutError(
+            "weights without values cannot be published: give the model memory (`to_empty`) and load or "
+            "initialize it first",
+            faults,
+        )

@@ -22,6 +22,7 @@ _DTYPES: Final = {
     "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
+SAFETENSORS_NAMES: Final = {ours: theirs for theirs, ours in _DTYPES.items()}
 
 
 def checkpoint_tensors(directory: str | Path) -> tuple[TensorSpec, ...]:

@@ -6,6 +6,7 @@ namespace (two containers on one machine), is neither dead nor alive here but un
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -79,3 +80,12 @@ def shm_domain(directory: str | os.PathLike[str] = SHM_DIRECTORY) -> str:
     """
     at = os.stat(directory)
     return f"{boot_id()}/{at.st_dev:x}:{at.st_ino:x}"
+
+
+def default_host() -> str:
+    """The address of this machine that the default route goes out from; loopback where there is none."""
+    for probe in ("192.0.2.1", "10.255.255.255"):  # nothing is sent: `connect` on UDP only picks a route
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as chosen:
+            chosen.connect((probe, 9))
+            return str(chosen.getsockname()[0])
+    return "127.0.0.1"

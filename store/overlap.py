@@ -16,6 +16,14 @@ def key(tensor: Ints, coordinate: Ints) -> Ints:
     return (tensor << COORDINATE_BITS) | coordinate
 
 
+def distinct(values: Ints) -> Ints:
+    """The distinct values, rising. By sorting: numpy's `unique` hashes, which costs several times as much."""
+    values = np.sort(values, axis=None)
+    fresh = np.ones(len(values), dtype=bool)
+    fresh[1:] = values[1:] != values[:-1]
+    return values[fresh]
+
+
 def expand(counts: Ints) -> tuple[Ints, Ints]:
     """For row counts `c`: each row's index repeated `c` times, and the ordinal within its row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -24,9 +32,12 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def widen(columns: Ints, dims: int, fill: int) -> Ints:
-    """The (n, d) columns with `dims` dimensions, padded at the end."""
+    """The (n, d) columns with `dims` dimensions, padded at the end; where there are more already, the caller
+    knows that they are padding."""
     missing = dims - columns.shape[1]
-    return columns if missing <= 0 else np.pad(columns, ((0, 0), (0, missing)), constant_values=fill)
+    if missing <= 0:
+        return columns[:, :dims]
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill)
 
 
 @dataclass(frozen=True)
@@ -67,28 +78,46 @@ class Boxes:
         )
 
 
-def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Boxes]:
-    """All pairs (row of `left`, row of `right`) of the same tensor that share an element, with the common
-    box; ordered by row of `left`. Both must have the same number of dimensions.
+@dataclass(frozen=True)
+class Sorted:
+    """Boxes sorted along the first dimension, so that of many only those near a box are looked at."""
 
-    Rows of `right` are sorted along the first dimension, so that only those near a box are looked at.
-    """
-    order = np.lexsort((right.offset[:, 0], right.tensor))
-    sorted_right = right.take(order)
-    starts = key(sorted_right.tensor, sorted_right.offset[:, 0])
-    # the furthest stop so far: rising, hence searchable, and never below a row's own
-    furthest = (
-        np.maximum.accumulate(key(sorted_right.tensor, sorted_right.stop[:, 0])) if len(starts) else starts
-    )
-    low = np.searchsorted(furthest, key(left.tensor, left.offset[:, 0]), side="right")
-    high = np.searchsorted(starts, key(left.tensor, left.stop[:, 0]), side="left")
-    rows, ordinal = expand((high - low).clip(0))
-    candidates = low[rows] + ordinal
-    offset = np.maximum(left.offset[rows], sorted_right.offset[candidates])
-    shape = np.minimum(left.stop[rows], sorted_right.stop[candidates]) - offset
-    hit = (shape > 0).all(axis=1) & (left.tensor[rows] == sorted_right.tensor[candidates])
-    rows, candidates = rows[hit], candidates[hit]
-    return rows, order[candidates], Boxes(left.tensor[rows], offset[hit], shape[hit])
+    order: Ints  # (n,) the row that each had before
+    boxes: Boxes
+    starts: Ints  # (n,) keys of the first coordinates
+    furthest: Ints  # (n,) keys of the furthest stop so far: rising, hence searchable, never below a row's own
+
+    @classmethod
+    def of(cls, boxes: Boxes) -> Sorted:
+        order = np.lexsort((boxes.offset[:, 0], boxes.tensor))
+        boxes = boxes.take(order)
+        stops = key(boxes.tensor, boxes.stop[:, 0])
+        return cls(
+            order,
+            boxes,
+            key(boxes.tensor, boxes.offset[:, 0]),
+            np.maximum.accumulate(stops) if len(stops) else stops,
+        )
+
+    def meet(self, others: Boxes) -> tuple[Ints, Ints, Boxes]:
+        """All pairs (row of `others`, row of these) of the same tensor that share an element, with the common
+        box; ordered by row of `others`. Both must have the same number of dimensions."""
+        low = np.searchsorted(self.furthest, key(others.tensor, others.offset[:, 0]), side="right")
+        high = np.searchsorted(self.starts, key(others.tensor, others.stop[:, 0]), side="left")
+        rows, ordinal = expand((high - low).clip(0))
+        candidates = low[rows] + ordinal
+        offset = np.maximum(others.offset[rows], self.boxes.offset[candidates])
+        shape = np.minimum(others.stop[rows], self.boxes.stop[candidates]) - offset
+        hit = (shape > 0).all(axis=1) & (others.tensor[rows] == self.boxes.tensor[candidates])
+        rows, candidates = rows[hit], candidates[hit]
+        return rows, self.order[candidates], Boxes(others.tensor[rows], offset[hit], shape[hit])
+
+
+def edges_of(boxes: Boxes) -> Ints:
+    """Where the boxes begin and end: the distinct keys of (tensor * D + dim, coordinate), rising."""
+    dims = boxes.offset.shape[1]
+    lines = boxes.tensor[:, None] * dims + np.arange(dims)
+    return distinct(np.concatenate([key(lines, boxes.offset), key(lines, boxes.stop)]))
 
 
 @dataclass(frozen=True)
@@ -101,21 +130,12 @@ class Grid:
     step: Ints  # (tensors, D) what one interval along a dimension adds to a cell's number
 
     @classmethod
-    def cut(cls, shapes: Ints, boxes: Boxes) -> Grid:
-        """The coarsest grid over tensors of `shapes` (t, D) that has every edge of `boxes` as a cut."""
+    def cut(cls, shapes: Ints, edges: Ints) -> Grid:
+        """The coarsest grid over tensors of `shapes` (t, D) that has every one of `edges` (keys) as a cut."""
         dims = shapes.shape[1]
         lines = np.arange(shapes.size, dtype=np.int64)
-        box_lines = boxes.tensor[:, None] * dims + np.arange(dims)
-        points = np.unique(
-            np.concatenate(
-                [
-                    key(lines, np.zeros_like(lines)),
-                    key(lines, shapes.reshape(-1)),
-                    key(box_lines, boxes.offset).reshape(-1),
-                    key(box_lines, boxes.stop).reshape(-1),
-                ]
-            )
-        )
+        ends = [key(lines, np.zeros_like(lines)), key(lines, shapes.reshape(-1))]
+        points = distinct(np.concatenate([*ends, edges]))
         per_line = np.bincount(points >> COORDINATE_BITS, minlength=shapes.size)
         cells = (per_line - 1).reshape(shapes.shape)
         cells[shapes == 0] = 0  # an empty dimension has one point only

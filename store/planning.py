@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from weightdepot.store import wire
-from weightdepot.store.dtypes import ITEMSIZE
 from weightdepot.store.errors import LayoutError, LayoutFault
 from weightdepot.store.layout import Ints, Layout
-from weightdepot.store.overlap import Boxes, join, widen
-from weightdepot.store.tiling import SourceTiling, Tiling, Universe, check_reader, universe_of
+from weightdepot.store.overlap import Boxes, Sorted, widen
+from weightdepot.store.tiling import SourceTiling, Tiling
+from weightdepot.store.universe import Universe, check_reader, universe_of
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class _Overlap:
     common: Boxes
 
     @classmethod
-    def of(cls, universe: Universe, layout: Layout, tiles: Boxes) -> _Overlap:
+    def of(cls, universe: Universe, layout: Layout, tiles: Sorted) -> _Overlap:
         rows, placed = universe.boxes(layout)
-        at, tile, common = join(placed, tiles)
+        at, tile, common = tiles.meet(placed)
         return cls(rows[at], tile, common)
 
     def take(self, rows: Ints) -> _Overlap:
@@ -94,7 +94,7 @@ def make_packing(source: SourceTiling, layout: Layout) -> Copies:
     """
     universe = universe_of(source.tensors, max(layout.table.dims, source.boxes.offset.shape[1]))
     tiles = source.boxes.widen(universe.dims)
-    overlap = _Overlap.of(universe, layout, tiles)
+    overlap = _Overlap.of(universe, layout, Sorted.of(tiles))
     full = np.flatnonzero((overlap.common.shape == tiles.shape[overlap.tile]).all(axis=1))
     # a rank may hold a tile twice (tied parameters): the first placement serves
     first = full[np.unique(overlap.tile[full], return_index=True)[1]]
@@ -168,10 +168,8 @@ def make_plan(tiling: Tiling, layout: Layout) -> Plan:
     Raises LayoutError naming every tensor that is not published, is published with another shape or data
     type, or is not covered.
     """
-    universe = universe_of(tiling.tensors, max(layout.table.dims, tiling.boxes.offset.shape[1]))
-    check_reader(universe, layout, "the consumer")
-    tiles = tiling.boxes.widen(universe.dims)
-    overlap = _Overlap.of(universe, layout, tiles)
+    check_reader(tiling.universe, layout, "the consumer")
+    overlap = _Overlap.of(tiling.universe, layout, tiling.sorted)
     table = layout.table
     covered = np.bincount(overlap.row, weights=overlap.common.numel, minlength=len(table)).astype(np.int64)
     short = np.flatnonzero(covered != table.shape.prod(axis=1))
@@ -181,21 +179,22 @@ def make_plan(tiling: Tiling, layout: Layout) -> Plan:
             "the published tiles do not cover what the consumer needs",
             [LayoutFault(name, "some of its elements are stored by nobody") for name in names],
         )
-    tile_rows, read = np.unique(overlap.tile, return_inverse=True)
-    order = np.argsort(read, kind="stable")
-    copies = replace(overlap.take(order).copies(layout, tiles), tile=read[order])
-    nbytes = tiling.nbytes[tile_rows]
-    itemsize = np.array([ITEMSIZE[t.dtype] for t in tiling.tensors] or [1])[tiling.boxes.tensor[tile_rows]]
-    wanted = (
-        np.bincount(read, weights=overlap.common.numel, minlength=len(tile_rows)).astype(np.int64) * itemsize
-    )
+    order = np.argsort(overlap.tile, kind="stable")
+    overlap = overlap.take(order)
+    fresh = np.ones(len(order), dtype=bool)
+    fresh[1:] = overlap.tile[1:] != overlap.tile[:-1]
+    rows, read = overlap.tile[fresh], np.cumsum(fresh) - 1
+    nbytes, tensor = tiling.nbytes[rows], tiling.boxes.tensor[rows]
+    wanted = np.bincount(read, weights=overlap.common.numel, minlength=len(rows)).astype(np.int64)
+    used, tensor_of_read = np.unique(tensor, return_inverse=True)
+    source = tiling.source[rows]
     return Plan(
-        tuple(t.name for t in tiling.tensors),
-        tiling.source[tile_rows],
-        tile_rows - tiling.first[tiling.source[tile_rows]],
-        tiling.offset[tile_rows],
+        tuple(tiling.tensors[i].name for i in used.tolist()),
+        source,
+        rows - tiling.first[source],
+        tiling.offset[rows],
         nbytes,
-        tiling.boxes.tensor[tile_rows],
-        np.minimum(wanted, nbytes),
-        copies,
+        tensor_of_read.reshape(-1),
+        np.minimum(wanted * tiling.itemsize[tensor], nbytes),
+        replace(overlap.copies(layout, tiling.boxes), tile=read),
     )

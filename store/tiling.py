@@ -15,24 +15,29 @@ sent twice; the owners are chosen such that the most-loaded has least to serve.
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 import numpy as np
 
 from weightdepot.store import wire
+from weightdepot.store.balance import Floats, quotas
+from weightdepot.store.cutting import Cutting, Tiles
 from weightdepot.store.dtypes import ITEMSIZE
-from weightdepot.store.errors import LayoutError, LayoutFault
-from weightdepot.store.layout import Ints, Layout, TensorSpec, manifest_of, pad
-from weightdepot.store.overlap import Boxes, Grid, expand, widen
+from weightdepot.store.errors import LayoutError
+from weightdepot.store.layout import Ints, Layout, TensorSpec
+from weightdepot.store.overlap import Boxes, Sorted, expand
+from weightdepot.store.sources import Sources
+from weightdepot.store.universe import Universe, check_reader, universe_of
 
-FORMAT = 1
+FORMAT = 2
 ALIGNMENT = 64  # bytes; where a run of tiles begins
-LARGEST = 4 << 20  # bytes of a tile: bounds the staging memory of a reader, and what one digest covers
-SPLIT_REPLICATED = 1 << 20  # bytes; replicated tiles from this size on are shared out among their holders
+CUT_FROM = 64 << 10  # bytes; smaller tiles are not cut between two holders, one of them has it whole
+SPREAD_FROM = 16 << 20  # bytes for each holder; from there on, what the same readers need is shared out alone
+SLIVER = 4 << 10  # bytes; a part smaller than this is not cut off
 
 
 def tiling_id(producers: Sequence[str], consumers: Collection[str]) -> str:
@@ -98,6 +103,15 @@ class Tiling:
         """(world_size + 1,) where each source's tiles begin."""
         return np.searchsorted(self.source, np.arange(self.world_size + 1))
 
+    @cached_property
+    def universe(self) -> Universe:
+        return universe_of(self.tensors, self.boxes.offset.shape[1])
+
+    @cached_property
+    def sorted(self) -> Sorted:
+        """For plans, of which one tiling serves many."""
+        return Sorted.of(self.boxes)
+
     def slot_nbytes(self, rank: int) -> int:
         a, b = self.first[rank], self.first[rank + 1]
         return int(self.offset[b - 1] + self.nbytes[b - 1]) if b > a else 0
@@ -132,267 +146,143 @@ class Tiling:
         )
 
 
-@dataclass(frozen=True)
-class Universe:
-    """The tensors of all layouts, numbered once."""
+class TilingMaker:
+    """Makes the tilings of one producer group for whichever consumers there are, and does again only
+    what a change of these touches. May be called from any thread; one tiling is made at a time."""
 
-    tensors: tuple[TensorSpec, ...]
-    index: Mapping[str, int]
-    shapes: Ints  # (t, D)
+    def __init__(self, producers: Sequence[Layout]) -> None:
+        """`producers` by rank. They are not kept.
+
+        Raises LayoutError naming every tensor that the producers state differently or do not hold in full.
+        """
+        self._sources = Sources.of(producers)
+        self._cutting = Cutting(self._sources)
+        self._unfit: set[str] = set()
+        self._lock = threading.Lock()
 
     @property
-    def dims(self) -> int:
-        return int(self.shapes.shape[1])
+    def readers(self) -> frozenset[str]:
+        """Digests of the consumers' layouts that the last tiling was made with."""
+        return self._cutting.readers | self._unfit
 
-    @cached_property
-    def itemsize(self) -> Ints:
-        """(t,) bytes of one element."""
-        return np.array([ITEMSIZE[t.dtype] for t in self.tensors], dtype=np.int64)
+    def make(self, consumers: Collection[str], load: Callable[[str], Layout]) -> Tiling:
+        """The tiling for consumers' layouts of these digests. `load` gives the layout of a digest; it is
+        asked for those alone that the last tiling was made without.
 
-    def nbytes(self, boxes: Boxes) -> Ints:
-        """(n,)"""
-        return boxes.numel * self.itemsize[boxes.tensor]
-
-    def boxes(self, layout: Layout) -> tuple[Ints, Boxes]:
-        """The layout's boxes with the universe's tensor numbers, and the row of each in the layout's table.
-        Tensors that the universe does not know are left out."""
-        numbers = np.array([self.index.get(t.name, -1) for t in layout.tensors] or [-1], dtype=np.int64)
-        table = layout.table
-        rows = np.flatnonzero(numbers[table.tensor] >= 0)
-        return rows, Boxes(
-            numbers[table.tensor[rows]],
-            widen(table.offset[rows], self.dims, 0),
-            widen(table.shape[rows], self.dims, 1),
-        )
-
-
-def universe_of(tensors: Sequence[TensorSpec], dims: int = 1) -> Universe:
-    dims = max([dims, *(len(t.shape) for t in tensors)])
-    shapes = np.array([pad(t.shape, dims, 1) for t in tensors], dtype=np.int64).reshape(-1, dims)
-    return Universe(tuple(tensors), {t.name: i for i, t in enumerate(tensors)}, shapes)
-
-
-def check_reader(universe: Universe, layout: Layout, who: str) -> None:
-    """Raises LayoutError naming every tensor that the reader wants and the checkpoint does not have so."""
-    faults = []
-    wanted = set(np.unique(layout.table.tensor).tolist())
-    for i, spec in enumerate(layout.tensors):
-        if i not in wanted:
-            continue
-        at = universe.index.get(spec.name)
-        if at is None:
-            faults.append(LayoutFault(spec.name, "no producer rank publishes it"))
-        elif universe.tensors[at] != spec:
-            have = universe.tensors[at]
-            faults.append(
-                LayoutFault(
-                    spec.name,
-                    f"published as {have.dtype} {list(have.shape)}, "
-                    f"wanted as {spec.dtype} {list(spec.shape)}",
-                )
-            )
-    if faults:
-        raise LayoutError(f"{who} asks for tensors that are not published so", faults)
+        Consumers that do not fit (a tensor missing or of another shape) are left out of the cutting: their
+        own plan fails with their own error, and nobody else is held up.
+        """
+        with self._lock:
+            wanted = set(consumers)
+            join: dict[str, Boxes] = {}
+            unfit = self._unfit & wanted
+            for digest in sorted(wanted - self.readers):
+                layout = load(digest)
+                try:
+                    check_reader(self._sources.universe, layout, "a consumer")
+                except LayoutError:
+                    unfit.add(digest)
+                    continue
+                join[digest] = self._sources.universe.boxes(layout)[1]
+            self._unfit = unfit
+            self._cutting.change(join, self._cutting.readers - wanted)
+            return _place(self._sources, *_share_out(self._sources, self._cutting.tiles))
 
 
 def make_tiling(producers: Sequence[Layout], consumers: Collection[Layout]) -> Tiling:
-    """Cut, assign and place. `producers` by rank.
-
-    Consumers that do not fit (a tensor missing or of another shape) are left out of the cutting: their own
-    plan fails with their own error, and nobody else is held up.
-
-    Raises LayoutError naming every tensor that the producers state differently or do not hold in full.
-    """
-    dims = max([1, *(layout.table.dims for layout in (*producers, *consumers))])
-    universe = universe_of(manifest_of(producers), dims)
-    readers: dict[str, Boxes] = {}
-    for layout in {c.digest: c for c in consumers}.values():
-        try:
-            check_reader(universe, layout, "a consumer")
-        except LayoutError:
-            continue
-        readers[layout.digest] = universe.boxes(layout)[1]
-    pieces, holders = _disjoint_pieces(universe, [universe.boxes(p)[1] for p in producers])
-    grid = Grid.cut(universe.shapes, Boxes.concatenate(list(readers.values()), universe.dims))
-    piece, boxes, cell = grid.split(pieces)
-    signature, demand = _needed_by(grid, readers, cell)
-    tiles = _Tiles(boxes, piece, signature, demand)
-    tiles = _split_large(universe, _split_replicated(universe, tiles, holders))
-    owner = _share_out(universe, tiles, holders, len(producers))
-    return _place(universe, tiles, owner, len(producers))
+    """Cut, assign and place, from nothing; see `TilingMaker`. `producers` by rank."""
+    layouts = {layout.digest: layout for layout in consumers}
+    return TilingMaker(producers).make(layouts, layouts.__getitem__)
 
 
-@dataclass(frozen=True)
-class _Holders:
-    """For each piece the producer ranks that hold it: `rank[start[i]:start[i + 1]]`, rising."""
-
-    start: Ints
-    rank: Ints
-
-    @property
-    def count(self) -> Ints:
-        return np.diff(self.start)
-
-    @classmethod
-    def group(cls, item: Ints, rank: Ints, items: int) -> _Holders:
-        pairs = np.unique(np.stack([item, rank], axis=1), axis=0)
-        return cls(np.searchsorted(pairs[:, 0], np.arange(items + 1)), pairs[:, 1])
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    boxes: Boxes
-    piece: Ints  # row in the holders' table
-    signature: Ints  # equal for tiles that the same readers need
-    demand: Ints  # number of readers' layouts that need it
-
-    def take(self, rows: Ints) -> _Tiles:
-        return _Tiles(self.boxes.take(rows), self.piece[rows], self.signature[rows], self.demand[rows])
-
-
-def _unique_boxes(boxes: Boxes) -> tuple[Boxes, Ints]:
-    """The distinct boxes, and for each row which of them it is."""
-    table = np.concatenate([boxes.tensor[:, None], boxes.offset, boxes.shape], axis=1)
-    _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    return boxes.take(first), inverse.reshape(-1)
-
-
-def _disjoint_pieces(universe: Universe, sources: Sequence[Boxes]) -> tuple[Boxes, _Holders]:
-    """Disjoint boxes that cover every tensor, each with the ranks that hold all of it.
-
-    Raises LayoutError naming every tensor of which some element is held by nobody.
-    """
-    stated = Boxes.concatenate(list(sources), universe.dims)
-    rank = np.repeat(np.arange(len(sources)), [len(s) for s in sources])
-    boxes, which = _unique_boxes(stated)
-    holders = _Holders.group(which, rank, len(boxes))
-    grid = Grid.cut(universe.shapes, boxes)
-    row, parts, cell = grid.split(boxes)
-    cells, first, times = np.unique(cell, return_index=True, return_counts=True)
-    covered = np.bincount(parts.tensor[first], minlength=len(universe.tensors))
-    missing = np.flatnonzero(covered < grid.total)
-    if len(missing):
-        raise LayoutError(
-            "the producers do not hold the whole checkpoint",
-            [
-                LayoutFault(
-                    universe.tensors[t].name,
-                    "no rank holds any of it" if not covered[t] else "no rank holds some of its elements",
-                )
-                for t in missing
-            ],
-        )
-    # Where ranks hold boxes that overlap without being equal, their common refinement takes the boxes' place.
-    crossing = np.zeros(len(universe.tensors), dtype=bool)
-    crossing[parts.tensor[first[times > 1]]] = True
-    keep = np.flatnonzero(~crossing[boxes.tensor])
-    refined = np.flatnonzero(crossing[parts.tensor[first]])
-    row_of_cell = np.flatnonzero(crossing[parts.tensor])
-    kept_row, kept_at = expand(holders.count[keep])
-    fine_row, fine_at = expand(holders.count[row[row_of_cell]])
-    item = np.concatenate(
-        [kept_row, len(keep) + np.searchsorted(cells[refined], cell[row_of_cell][fine_row])]
-    )
-    by = np.concatenate(
-        [
-            holders.rank[holders.start[keep][kept_row] + kept_at],
-            holders.rank[holders.start[row[row_of_cell]][fine_row] + fine_at],
-        ]
-    )
-    pieces = Boxes.concatenate([boxes.take(keep), parts.take(first[refined])], universe.dims)
-    return pieces, _Holders.group(item, by, len(pieces))
-
-
-def _needed_by(grid: Grid, readers: Mapping[str, Boxes], cell: Ints) -> tuple[Ints, Ints]:
-    """For each tile (given by its cell) a number that names the set of its readers, and their count."""
-    needed, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for digest, boxes in readers.items():
-        cells = np.unique(grid.split(boxes)[2])
-        needed.append(cells)
-        # sums of 62-bit numbers wrap around, which does no harm: a clash only makes a run shorter
-        names.append(np.full(len(cells), int(digest[:15], 16), np.int64))
-    every, name = np.concatenate(needed), np.concatenate(names)
-    if not len(every):
-        return np.zeros(len(cell), np.int64), np.zeros(len(cell), np.int64)
-    order = np.argsort(every, kind="stable")
-    distinct, first, count = np.unique(every[order], return_index=True, return_counts=True)
-    total = np.add.reduceat(name[order], first)
-    at = np.searchsorted(distinct, cell).clip(max=len(distinct) - 1)
-    found = distinct[at] == cell
-    return np.where(found, total[at], 0), np.where(found, count[at], 0)
-
-
-def _split(tiles: _Tiles, dim: Ints, parts: Ints) -> _Tiles:
-    """Each tile cut in `parts` nearly equal pieces along its `dim`."""
-    row, part = expand(parts)
-    out = tiles.take(row)
-    at = np.arange(len(row))
-    n, k, d = out.boxes.shape[at, dim[row]], parts[row], dim[row]
-    offset, shape = out.boxes.offset.copy(), out.boxes.shape.copy()
-    offset[at, d] += part * n // k
-    shape[at, d] = (part + 1) * n // k - part * n // k
-    return replace(out, boxes=Boxes(out.boxes.tensor, offset, shape))
-
-
-def _split_replicated(universe: Universe, tiles: _Tiles, holders: _Holders) -> _Tiles:
-    """Large tiles with several holders are cut once more, so that each holder can serve its share."""
-    count = holders.count[tiles.piece]
-    wide_enough = tiles.boxes.shape >= count[:, None]
-    cut = (count > 1) & (universe.nbytes(tiles.boxes) >= SPLIT_REPLICATED) & wide_enough.any(axis=1)
-    return _split(tiles, wide_enough.argmax(axis=1), np.where(cut, count, 1)) if cut.any() else tiles
-
-
-def _split_large(universe: Universe, tiles: _Tiles) -> _Tiles:
-    """No tile is larger than LARGEST; the pieces of one still follow each other in its slot."""
-    for dim in range(universe.dims):
-        wanted = -(-universe.nbytes(tiles.boxes) // LARGEST)
-        if (wanted <= 1).all():
-            break
-        along = np.full(len(wanted), dim)
-        tiles = _split(tiles, along, np.minimum(wanted, tiles.boxes.shape[:, dim]).clip(min=1))
-    return tiles
-
-
-def _share_out(universe: Universe, tiles: _Tiles, holders: _Holders, world_size: int) -> Ints:
-    """The rank that stores each tile: the one holder, or the one that leaves the most-loaded least loaded.
-
-    Load is what a rank will be asked to serve: bytes times readers (bytes alone while nobody reads).
-    """
-    weight = universe.nbytes(tiles.boxes) * tiles.demand.clip(min=1)
-    count = holders.count[tiles.piece]
-    owner = holders.rank[holders.start[tiles.piece]].copy()
-    single = count == 1
-    load = np.bincount(owner[single], weights=weight[single], minlength=world_size).tolist()
-    shared = np.flatnonzero(~single)
-    groups: dict[bytes, list[int]] = {}
-    set_of_piece: dict[int, bytes] = {}
-    for tile in shared.tolist():
-        piece = int(tiles.piece[tile])
-        name = set_of_piece.get(piece)
-        if name is None:
-            name = holders.rank[holders.start[piece] : holders.start[piece + 1]].tobytes()
-            set_of_piece[piece] = name
-        groups.setdefault(name, []).append(tile)
-    # those with the least choice first; longest processing time first within each
-    for name, members in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
-        ranks = np.frombuffer(name, dtype=np.int64).tolist()
-        heap = [(load[r], r) for r in ranks]
-        heapq.heapify(heap)
-        rows = np.array(members)
-        for tile in rows[np.argsort(-weight[rows], kind="stable")].tolist():
-            least, rank = heap[0]
-            owner[tile] = rank
-            heapq.heapreplace(heap, (least + float(weight[tile]), rank))
-        for total, rank in heap:
-            load[rank] = total
-    return owner
-
-
-def _place(universe: Universe, tiles: _Tiles, owner: Ints, world_size: int) -> Tiling:
-    """Order each rank's tiles by their readers, then without gaps; runs begin at multiples of ALIGNMENT."""
-    size = universe.itemsize[tiles.boxes.tensor]
+def _order(universe: Universe, tiles: Tiles, first: Ints) -> Ints:
+    """Rows by `first`, then by their readers, the widest data types first, then by coordinates."""
     coordinates = [tiles.boxes.offset[:, d] for d in range(universe.dims - 1, -1, -1)]
-    order = np.lexsort([*coordinates, tiles.boxes.tensor, -size, tiles.signature, owner])
+    size = universe.itemsize[tiles.boxes.tensor]
+    return np.lexsort([*coordinates, tiles.boxes.tensor, -size, tiles.signature, first])
+
+
+def _share_out(sources: Sources, tiles: Tiles) -> tuple[Tiles, Ints]:
+    """The rank that stores each tile: its one holder, or of several one, such that the most-loaded has least.
+
+    Load is what a rank will be asked to serve: bytes times readers (bytes alone while nobody reads). Tiles of
+    the same holders are laid end to end, ordered as in a slot, and each holder takes a stretch as long as its
+    quota. A large tile in which two stretches meet is cut there, so that replicas divide the load as evenly
+    as can be. What the same readers need is shared out on its own where it is much, so that they find it at
+    all its holders however many readers of each kind there are; else they find it at few.
+    """
+    universe = sources.universe
+    several = np.array([len(ranks) > 1 for ranks in sources.sets], dtype=bool)[tiles.holders]
+    rest, shared = tiles.take(np.flatnonzero(~several)), tiles.take(np.flatnonzero(several))
+    owner = np.array([ranks[0] for ranks in sources.sets], dtype=np.int64)[rest.holders]
+    if not len(shared.boxes):
+        return rest, owner
+    shared, group = _shared_together(sources, shared)
+    holders = [sources.sets[i] for i in shared.holders[group.searchsorted(np.arange(group[-1] + 1))]]
+    fixed = _sums(owner, _load(universe, rest), sources.world_size)
+    shares = quotas(fixed, holders, _sums(group, _load(universe, shared), len(holders)))
+    ends = np.cumsum(np.concatenate(shares))  # where each stretch ends, all groups on one line
+    shared, begins, stops = _cut_at(universe, shared, ends)
+    taker = np.searchsorted(ends, (begins + stops) / 2, side="right").clip(max=len(ends) - 1)
+    owners = np.concatenate([owner, np.concatenate(holders)[taker]])
+    return Tiles.concatenate([rest, shared], universe.dims), owners
+
+
+def _shared_together(sources: Sources, tiles: Tiles) -> tuple[Tiles, Ints]:
+    """The tiles in the order in which they are shared out, and for each the number of its group, rising."""
+    universe = sources.universe
+    tiles = tiles.take(_order(universe, tiles, tiles.holders))
+    same = np.stack([tiles.holders, tiles.signature])
+    run = np.cumsum(np.concatenate([[0], (same[:, 1:] != same[:, :-1]).any(axis=0)]))
+    size = np.array([len(ranks) for ranks in sources.sets])[tiles.holders]
+    much = np.bincount(run, weights=universe.nbytes(tiles.boxes))[run] >= SPREAD_FROM * size
+    alike = np.where(much, run + 1, 0)
+    order = np.lexsort((alike, tiles.holders))
+    tiles, alike = tiles.take(order), alike[order]
+    same = np.stack([tiles.holders, alike])
+    return tiles, np.cumsum(np.concatenate([[0], (same[:, 1:] != same[:, :-1]).any(axis=0)]))
+
+
+def _load(universe: Universe, tiles: Tiles) -> Ints:
+    load: Ints = universe.nbytes(tiles.boxes) * tiles.demand.clip(min=1)
+    return load
+
+
+def _sums(rows: Ints, weights: Ints, count: int) -> Floats:
+    """Of the weights, for each of `count` rows. Exact, and so the same in any order, up to 2^53."""
+    return np.bincount(rows, weights=weights, minlength=count).astype(np.float64)
+
+
+def _cut_at(universe: Universe, tiles: Tiles, ends: Floats) -> tuple[Tiles, Floats, Floats]:
+    """Tiles that lie end to end on a line, large ones cut near `ends` (rising) along their longest dimension;
+    with the places on the line where each begins and stops."""
+    stops = np.cumsum(_load(universe, tiles)).astype(np.float64)
+    begins = np.concatenate([[0.0], stops[:-1]])
+    nbytes = universe.nbytes(tiles.boxes)
+    tile = np.searchsorted(stops, ends, side="right").clip(max=len(stops) - 1)
+    dim = tiles.boxes.shape.argmax(axis=1)
+    size = tiles.boxes.shape[np.arange(len(dim)), dim]
+    at = np.rint((ends - begins[tile]) / (stops - begins)[tile] * size[tile]).astype(np.int64)
+    front = at * (nbytes // size)[tile]
+    cut = (nbytes[tile] >= CUT_FROM) & (front >= SLIVER) & (nbytes[tile] - front >= SLIVER)
+    places = np.unique(np.stack([tile[cut], at[cut]], axis=1), axis=0)  # few: one for each holder
+    row, part = expand(1 + np.bincount(places[:, 0], minlength=len(tiles.boxes)))
+    first = np.zeros(len(row), np.int64)
+    first[part > 0] = places[:, 1]
+    is_last = np.concatenate([row[1:] != row[:-1], [True]])
+    last = np.where(is_last, size[row], np.roll(first, -1))
+    parts = tiles.take(row)
+    where = np.arange(len(row))
+    parts.boxes.offset[where, dim[row]] += first
+    parts.boxes.shape[where, dim[row]] = last - first
+    step = (stops - begins)[row] / size[row]
+    return parts, begins[row] + first * step, begins[row] + last * step
+
+
+def _place(sources: Sources, tiles: Tiles, owner: Ints) -> Tiling:
+    """Order each rank's tiles by their readers, then without gaps; runs begin at multiples of ALIGNMENT."""
+    universe = sources.universe
+    order = _order(universe, tiles, owner)
     tiles, owner = tiles.take(order), owner[order]
     nbytes = universe.nbytes(tiles.boxes)
     place = np.zeros(len(order), np.int64)
@@ -408,4 +298,4 @@ def _place(universe: Universe, tiles: _Tiles, owner: Ints, world_size: int) -> T
         source_first = np.searchsorted(owner[first], owner[first], side="left")
         start -= start[source_first]
         place = start[run] + within - within[first][run]
-    return Tiling(universe.tensors, tiles.boxes, owner, place, world_size)
+    return Tiling(universe.tensors, tiles.boxes, owner, place, sources.world_size)

@@ -44,10 +44,9 @@ def deliver(weights: dict[str, torch.Tensor], layout: Layout, buffers: dict[str,
         slots.append(slot)
     plan = make_plan(tiling, layout)
     check_buffers(layout, buffers)
-    places = zip(plan.source.tolist(), plan.offset.tolist(), plan.nbytes.tolist(), strict=True)
-    Scatter(plan, layout, buffers).write(
-        range(len(plan.nbytes)), [slots[source][at : at + n] for source, at, n in places]
-    )
+    scatter = Scatter(plan, layout, buffers)
+    for read, (source, at) in enumerate(zip(plan.source.tolist(), plan.offset.tolist(), strict=True)):
+        scatter.write(range(read, read + 1), slots[source], [at])
     fill(layout.fills, buffers)
 
 

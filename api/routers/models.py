@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from weightdepot.api import schemas
 from weightdepot.api.asking import missing_ranks, patiently, producer_layouts, timed_out
+from weightdepot.api.conditional import NOT_MODIFIED, IfNoneMatch, answered
 from weightdepot.api.dependencies import IndexDep, PlannerDep, WaitDep, WaitersDep
 from weightdepot.api.openapi import problems
 from weightdepot.api.planner import StillPlanning
+from weightdepot.api.problems import NotYet
+from weightdepot.api.schemas import answers, fields
 from weightdepot.api.settings import PATIENCE
-from weightdepot.store.errors import LayoutError, UnknownModel, WaitTimeout
+from weightdepot.store.errors import LayoutError, UnknownModel
 from weightdepot.store.index import records
 
 router = APIRouter(prefix="/models", tags=["models"])
 
 
 @router.get("", summary="All models", responses=problems())
-async def models(index: IndexDep) -> schemas.Models:
-    return schemas.Models(models=sorted(await index.models()))
+async def models(index: IndexDep) -> answers.Models:
+    return answers.Models(models=sorted(await index.models()))
 
 
-@router.get("/{model}", summary="One model", response_model=schemas.Model, responses=problems(UnknownModel))
-async def model(model: schemas.ModelName, index: IndexDep) -> records.Model:
+@router.get(
+    "/{model}",
+    summary="One model",
+    response_model=answers.Model,
+    responses={**problems(UnknownModel), **NOT_MODIFIED},
+)
+async def model(
+    model: fields.ModelName,
+    index: IndexDep,
+    request: Request,
+    if_none_match: IfNoneMatch = None,  # noqa: ARG001
+) -> Response:
     """Its producer ranks, and the versions that still matter."""
-    return await index.model(model)
+    return answered(request, await index.model(model))
 
 
 @router.get(
     "/{model}/manifest",
     summary="The checkpoint that is published",
-    response_model=schemas.Manifest,
-    responses=problems(UnknownModel, LayoutError, WaitTimeout),
+    response_model=answers.Manifest,
+    responses=problems(UnknownModel, LayoutError, NotYet),
 )
 async def manifest(
-    model: schemas.ModelName, wait: WaitDep, index: IndexDep, planner: PlannerDep, waiters: WaitersDep
+    model: fields.ModelName, wait: WaitDep, index: IndexDep, planner: PlannerDep, waiters: WaitersDep
 ) -> Response:
     """Names, shapes and data types, once every producer rank has joined."""
 

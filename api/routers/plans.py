@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from weightdepot.api import schemas
 from weightdepot.api.dependencies import PlannerDep, WaitDep
-from weightdepot.api.openapi import binary, problems
+from weightdepot.api.openapi import BINARY_BODY, OCTETS, binary, problems
 from weightdepot.api.planner import StillPlanning
-from weightdepot.api.problems import UnknownLayout
+from weightdepot.api.problems import NotYet, UnknownLayout
+from weightdepot.api.roles import Role, allows
+from weightdepot.api.schemas import fields
 from weightdepot.api.settings import PATIENCE
-from weightdepot.store.errors import LayoutError, VersionGone, WaitTimeout
+from weightdepot.store.errors import LayoutError, VersionGone
 
 router = APIRouter(prefix="/models/{model}", tags=["planning"])
 
@@ -24,22 +25,52 @@ async def _made(what: str, wait: float, make: Callable[[float], Awaitable[bytes]
     try:
         data = await make(patience)
     except StillPlanning as error:
-        raise WaitTimeout(
-            f"waited {patience:g} s: {what} is being made; ask again", reason="planning"
-        ) from error
-    return Response(data, media_type="application/octet-stream", headers=_HEADERS)
+        raise NotYet(f"waited {patience:g} s: {what} is being made; ask again", reason="planning") from error
+    return Response(data, media_type=OCTETS, headers=_HEADERS)
+
+
+@router.get(
+    "/tilings/{tiling}",
+    summary="A whole tiling",
+    response_class=Response,
+    responses={**problems(VersionGone), **binary("A Tiling, compressed.")},
+)
+async def tiling(model: fields.ModelName, tiling: fields.TilingId, planner: PlannerDep) -> Response:  # noqa: ARG001
+    """What all producer ranks store."""
+    return Response(await planner.whole_tiling(tiling), media_type=OCTETS, headers=_HEADERS)
+
+
+@router.put(
+    "/tilings/{tiling}",
+    summary="Keep a tiling",
+    status_code=204,
+    response_model=None,
+    response_class=Response,
+    responses=problems(),
+    openapi_extra=BINARY_BODY,
+)
+@allows(Role.PUBLISH)
+async def put_tiling(
+    model: fields.ModelName,  # noqa: ARG001
+    tiling: fields.TilingId,
+    request: Request,
+    planner: PlannerDep,
+) -> None:
+    """By a producer whose versions were made with it, for an index that has lost it. One that is known
+    stays as it is."""
+    await planner.put_tiling(tiling, await request.body())
 
 
 @router.get(
     "/tilings/{tiling}/sources/{rank}",
     summary="What a producer rank stores",
     response_class=Response,
-    responses={**problems(VersionGone, WaitTimeout), **binary("A SourceTiling, compressed.")},
+    responses={**problems(VersionGone, NotYet), **binary("A SourceTiling, compressed.")},
 )
 async def source_tiling(
-    model: schemas.ModelName,
-    tiling: schemas.TilingId,
-    rank: schemas.PathRank,
+    model: fields.ModelName,
+    tiling: fields.TilingId,
+    rank: fields.PathRank,
     wait: WaitDep,
     planner: PlannerDep,
 ) -> Response:
@@ -53,14 +84,14 @@ async def source_tiling(
     summary="What a consumer rank reads",
     response_class=Response,
     responses={
-        **problems(VersionGone, UnknownLayout, LayoutError, WaitTimeout),
+        **problems(VersionGone, UnknownLayout, LayoutError, NotYet),
         **binary("A Plan, compressed."),
     },
 )
 async def plan(
-    model: schemas.ModelName,
-    tiling: schemas.TilingId,
-    layout: schemas.Digest,
+    model: fields.ModelName,
+    tiling: fields.TilingId,
+    layout: fields.Digest,
     wait: WaitDep,
     planner: PlannerDep,
 ) -> Response:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
-import xxhash
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
-from weightdepot.api import schemas
 from weightdepot.api.asking import (
     holder,
+    last_look,
     missing_ranks,
-    newest_ready,
     patiently,
     producer_layouts,
     reader_layouts,
     timed_out,
 )
+from weightdepot.api.conditional import NOT_MODIFIED, IfNoneMatch, answered, matches, version_tag
 from weightdepot.api.dependencies import IndexDep, PlannerDep, WaitDep, WaitersDep
 from weightdepot.api.openapi import problems
 from weightdepot.api.planner import StillPlanning
-from weightdepot.api.problems import NothingReady
+from weightdepot.api.problems import ChangedOnTheWay, NothingReady, NotYet
+from weightdepot.api.roles import Role, allows
+from weightdepot.api.routers.members import check_digests
+from weightdepot.api.schemas import answers, fields, requests
 from weightdepot.api.settings import PATIENCE
 from weightdepot.store.errors import (
-    IntegrityError,
     LayoutError,
     MemberConflict,
     PublishAborted,
     UnknownModel,
     VersionGone,
     VersionNotNewer,
-    WaitTimeout,
 )
 from weightdepot.store.index import records
 from weightdepot.store.index.records import Grant, VersionState, Wait
@@ -44,10 +45,10 @@ MAX_RANKS_ASKED = 4096
 @router.get(
     "",
     summary="The versions that still matter",
-    response_model=schemas.Versions,
+    response_model=answers.Versions,
     responses=problems(UnknownModel),
 )
-async def versions(model: schemas.ModelName, index: IndexDep) -> dict[str, tuple[records.Version, ...]]:
+async def versions(model: fields.ModelName, index: IndexDep) -> dict[str, tuple[records.Version, ...]]:
     """Open, ready and retired ones, and the last few that were freed or aborted."""
     return {"versions": (await index.model(model)).versions}
 
@@ -55,13 +56,14 @@ async def versions(model: schemas.ModelName, index: IndexDep) -> dict[str, tuple
 @router.post(
     "",
     summary="Open a version",
-    response_model=schemas.GrantOrWait,
+    response_model=answers.GrantOrWait,
     response_model_exclude_unset=True,
     responses=problems(UnknownModel, MemberConflict, VersionNotNewer, LayoutError),
 )
+@allows(Role.PUBLISH)
 async def open_version(
-    model: schemas.ModelName,
-    body: schemas.OpenIn,
+    model: fields.ModelName,
+    body: requests.OpenIn,
     *,
     wait: WaitDep,
     index: IndexDep,
@@ -70,8 +72,8 @@ async def open_version(
 ) -> dict[str, Grant | Wait]:
     """Every producer rank does so, and all are given the same slot.
 
-    Waits for the missing ranks, for another open version, for a slot that no reader holds, and for the
-    tiling where the layouts are new.
+    Waits for the missing ranks, for another open version, for a slot that no reader holds, for groups that
+    lag too much (mode `bounded`), and for the tiling where the layouts are new.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait
@@ -108,44 +110,93 @@ async def open_version(
                 )
         # the incarnation that the layouts were read of: if it changed, the index answers with a wait
         return await index.open_version(
-            model, body.version, body.rank, body.session, tiling, found.incarnation, body.seal_timeout
+            model,
+            body.version,
+            body.rank,
+            body.session,
+            tiling,
+            found.incarnation,
+            body.seal_timeout,
+            live=body.live,
         )
 
     answer = await waiters.until(model, attempt, wait)
     return {"wait": answer} if isinstance(answer, Wait) else {"grant": answer}
 
 
-@router.get(
-    "/latest",
-    summary="The newest ready version",
-    response_model=schemas.Version,
-    responses=problems(UnknownModel, NothingReady, WaitTimeout),
-)
+MinVersion = Annotated[fields.PathNumber, Query(description="No older one will do.")]
+_NEWEST = {**problems(UnknownModel, NothingReady, NotYet), **NOT_MODIFIED}
+
+
+@router.get("/latest", summary="The newest ready version", response_model=answers.Version, responses=_NEWEST)
 async def latest(
-    model: schemas.ModelName,
+    model: fields.ModelName,
+    request: Request,
     wait: WaitDep,
     index: IndexDep,
     waiters: WaitersDep,
-    min_version: Annotated[schemas.PathNumber, Query(description="No older one will do.")] = 0,
-) -> records.Version:
-    """A long poll: with `wait`, it answers the moment that such a version becomes ready."""
+    min_version: MinVersion = 0,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """A long poll: with `wait`, it answers the moment that such a version becomes ready; with
+    `If-None-Match` too, the moment that it is another one."""
+    return await _newest(
+        lambda: index.latest(model, min_version),
+        model,
+        request,
+        known=if_none_match,
+        wait=wait,
+        waiters=waiters,
+    )
+
+
+@router.get("/current", summary="The current version", response_model=answers.Version, responses=_NEWEST)
+async def current(
+    model: fields.ModelName,
+    request: Request,
+    wait: WaitDep,
+    index: IndexDep,
+    waiters: WaitersDep,
+    min_version: MinVersion = 0,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """What groups that ask for the newest are given: the newest ready version, or the one that the model is
+    held at. A long poll, as `latest`."""
+    return await _newest(
+        lambda: index.latest(model, min_version, current=True),
+        model,
+        request,
+        known=if_none_match,
+        wait=wait,
+        waiters=waiters,
+    )
+
+
+async def _newest(
+    look: Callable[[], Awaitable[records.Version | Wait]],
+    model: str,
+    request: Request,
+    *,
+    known: str | None,
+    wait: float,
+    waiters: WaitersDep,
+) -> Response:
+    unchanged: records.Version | None = None
 
     async def attempt() -> records.Version | Wait:
-        found = await index.model(model)
-        newest = newest_ready(found, min_version)
-        if newest is not None:
-            return newest
-        have = f"the newest is {found.latest}" if found.latest is not None else "nothing is ready"
-        at_least = f" of at least {min_version}" if min_version else ""
-        return Wait(
-            "version",
-            f"{model!r} has no ready version{at_least} yet ({have})",
-            {"model": model, "min_version": min_version, "latest": found.latest},
-        )
+        nonlocal unchanged
+        found = await look()
+        unchanged = None
+        if not isinstance(found, Wait) and matches(known, version_tag(found)):
+            unchanged = found
+            return Wait("version", "unchanged")
+        return found
 
     answer = await waiters.until(model, patiently(model, attempt, wait), wait)
+    if unchanged is not None:
+        return answered(request, unchanged, version_tag(unchanged))
     if not isinstance(answer, Wait):
-        return answer
+        return answered(request, answer, version_tag(answer))
     if wait <= 0:
         raise NothingReady(f"{answer.message}; give wait=SECONDS to wait for it", **answer.details)
     raise timed_out(answer, wait)
@@ -154,61 +205,90 @@ async def latest(
 @router.get(
     "/{version}",
     summary="One version",
-    response_model=schemas.Version,
+    response_model=answers.Version,
     responses=problems(UnknownModel, VersionGone),
 )
-async def version(model: schemas.ModelName, version: schemas.PathNumber, index: IndexDep) -> records.Version:
+async def version(model: fields.ModelName, version: fields.PathNumber, index: IndexDep) -> records.Version:
     return await index.version(model, version)
 
 
 @router.post(
     "/{version}/parts/{rank}",
     summary="Seal a part",
-    response_model=schemas.Version,
-    responses=problems(UnknownModel, PublishAborted, MemberConflict, VersionGone, IntegrityError),
+    response_model=answers.Version,
+    responses=problems(UnknownModel, PublishAborted, MemberConflict, VersionGone, ChangedOnTheWay),
 )
+@allows(Role.PUBLISH)
 async def seal(
-    model: schemas.ModelName,
-    version: schemas.PathNumber,
-    rank: schemas.PathRank,
-    body: schemas.SealIn,
+    model: fields.ModelName,
+    version: fields.PathNumber,
+    rank: fields.PathRank,
+    body: requests.SealIn,
     index: IndexDep,
 ) -> records.Version:
     """This rank has written its part. The last seal makes the version ready, in one step."""
-    actual = xxhash.xxh3_128_hexdigest(body.tile_digests)
-    if actual != body.digests:
-        raise IntegrityError(
-            f"the tile digests of rank {rank} of version {version} of {model!r} hash to {actual}, "
-            f"not to {body.digests} as stated: they were changed on their way; seal again",
-            model=model,
-            version=version,
-            rank=rank,
-        )
-    part = records.Part(rank, body.session, body.endpoints, body.nbytes, body.digests)
+    check_digests(model, version, rank, body.tile_digests, body.digests)
+    part = records.Part(rank, body.session, body.endpoints, body.nbytes, body.digests, body.stats)
     return await index.seal(model, version, rank, body.session, part, body.tile_digests)
 
 
 @router.post(
     "/{version}/abort",
     summary="Abort an open version",
-    response_model=schemas.Version,
+    response_model=answers.Version,
     responses=problems(UnknownModel, MemberConflict, VersionGone, PublishAborted),
 )
+@allows(Role.PUBLISH)
 async def abort(
-    model: schemas.ModelName, version: schemas.PathNumber, body: schemas.AbortIn, index: IndexDep
+    model: fields.ModelName, version: fields.PathNumber, body: requests.EndIn, index: IndexDep
 ) -> records.Version:
     """Nothing of it is made visible; the same number may be opened again."""
     return await index.abort(model, version, body.session, body.reason)
 
 
 @router.post(
-    "/{version}/lost",
-    summary="Report that a source cannot be reached",
-    response_model=schemas.Version,
+    "/{version}/withdraw",
+    summary="Take a version back",
+    response_model=answers.Version,
+    responses=problems(UnknownModel, MemberConflict, VersionGone),
+)
+@allows(Role.PUBLISH)
+async def withdraw(
+    model: fields.ModelName, version: fields.PathNumber, body: requests.EndIn, index: IndexDep
+) -> records.Version:
+    """By a producer of it, at once: its memory is going to change. Who still reads it has lost its lease."""
+    return await index.withdraw(model, version, body.session, body.reason)
+
+
+@router.get(
+    "/{version}/applied",
+    summary="Which groups have applied a version",
+    response_model=answers.Applied,
     responses=problems(UnknownModel, VersionGone),
 )
+async def applied(
+    model: fields.ModelName,
+    version: fields.PathNumber,
+    *,
+    wait: WaitDep,
+    index: IndexDep,
+    waiters: WaitersDep,
+) -> records.Applied:
+    """With `wait`: answers when no live group is pending, or when the time is up."""
+    return await last_look(
+        waiters, model, lambda: index.applied(model, version), lambda seen: not seen.pending, wait
+    )
+
+
+@router.post(
+    "/{version}/lost",
+    summary="Report that a source cannot be reached",
+    response_model=answers.Version,
+    responses=problems(UnknownModel, VersionGone),
+)
+@allows(Role.CONSUME, Role.PUBLISH)
 async def report_lost(
-    model: schemas.ModelName, version: schemas.PathNumber, body: schemas.LostIn, index: IndexDep
+    model: fields.ModelName, version: fields.PathNumber, body: requests.LostIn, index: IndexDep
 ) -> records.Version:
     """Frees the version if that rank's process is gone; changes nothing while it lives."""
     return await index.report_lost(model, version, body.rank, body.reason)
@@ -217,12 +297,12 @@ async def report_lost(
 @router.get(
     "/{version}/digests",
     summary="The tile digests of a version",
-    response_model=schemas.Digests,
+    response_model=answers.Digests,
     responses=problems(UnknownModel, VersionGone),
 )
 async def digests(
-    model: schemas.ModelName,
-    version: schemas.PathNumber,
+    model: fields.ModelName,
+    version: fields.PathNumber,
     index: IndexDep,
     ranks: Annotated[
         str | None,

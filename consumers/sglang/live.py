@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from weightdepot.consumers.consumer import Consumer
+from weightdepot.consumers.hooks import Hook, nothing
 from weightdepot.consumers.sglang import needs
 from weightdepot.consumers.sglang.offline import trace_model
 from weightdepot.consumers.sglang.shadow import shadow_of
@@ -98,6 +99,7 @@ class EngineRank:
     runner: SGLang's ModelRunner. controller: its URL. model: the name under which versions are published.
     group: the name of this engine among those that follow the model: one for each engine.
     optional: parameters that the loader may leave alone (names, or patterns with `*`).
+    before_write, before_serve, after_serve, token, ca: as in `Consumer`.
     The rank and the number of ranks are those of SGLang's context. A context manager.
 
     Raises InvalidRequest where this SGLang, or the way in which it was started, does not do; what `Consumer`
@@ -111,10 +113,15 @@ class EngineRank:
         *,
         model: str,
         group: str = "sglang",
-        transport: Literal["auto", "shm", "mooncake"] = "auto",
+        transport: Literal["auto", "shm", "tcp", "mooncake"] = "auto",
         run: str = "default",
         verify: bool = True,
         optional: Collection[str] = (),
+        before_write: Hook = nothing,
+        before_serve: Hook = nothing,
+        after_serve: Hook = nothing,
+        token: str | None = None,
+        ca: str | None = None,
         timeouts: Timeouts | None = None,
         on_progress: OnProgress = ignore,
     ) -> None:
@@ -132,7 +139,12 @@ class EngineRank:
             transport=transport,
             verify=verify,
             install=self._model.install,
+            before_write=before_write,
+            before_serve=before_serve,
+            after_serve=after_serve,
             run=run,
+            token=token,
+            ca=ca,
             timeouts=timeouts,
             on_progress=on_progress,
         )
@@ -158,16 +170,16 @@ class EngineRank:
         return None if self.consumer.layout is None else self.consumer.prefetch(min_version)
 
     def update(
-        self, *, version: int | None = None, min_version: int | None = None, timeout: float | None = None
+        self,
+        *,
+        version: int | str | None = None,
+        min_version: int | None = None,
+        max_lag: int | None = None,
+        timeout: float | None = None,
     ) -> int:
-        """Bring the weights to the newest ready version (at least `min_version`); the version now held.
-
-        version: exactly this one; InvalidRequest when the engine got a newer one, which is then in place.
-        Raises what `Consumer.update` raises; `torn` then says whether the weights are whole.
-        """
-        least = max((v for v in (version, min_version) if v is not None), default=None)
+        """What `Consumer.update` does, and raises; `torn` then says whether the weights are whole."""
         try:
-            held = self.consumer.update(least, timeout)
+            held = self.consumer.update(min_version, timeout, version=version, max_lag=max_lag)
         except BaseException as error:
             if self.consumer.version is None and self._model.torn:
                 self._model.torn = f"{type(error).__name__}: {error}"
@@ -175,13 +187,6 @@ class EngineRank:
                 self._model.torn = ""
             raise
         self._model.torn = ""
-        if version is not None and held != version:
-            raise InvalidRequest(
-                f"version {version} of {self.consumer.model!r} was asked for, but {held} had become ready "
-                f"and is in place as a whole; ask with min_version to take what is newest",
-                model=self.consumer.model,
-                version=held,
-            )
         return held
 
     def close(self) -> None:

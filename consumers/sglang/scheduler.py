@@ -4,9 +4,10 @@
     engine.collective_rpc("weightdepot_update", version=7)
     engine.collective_rpc("weightdepot_leave")
 
-An update is carried out at a safe point only; the caches are flushed by SGLang's own `flush_cache`, and the
-version becomes SGLang's weight version in the same call, so that no token is computed in between. When a rank
-fails, all ranks learn it, and an engine whose weights are not whole stays paused until an update succeeds.
+An update is carried out at a safe point only; the caches are flushed by SGLang's own `flush_cache` before the
+version counts as applied, and it becomes SGLang's weight version in the same call, so that no token is
+computed in between. When a rank fails, all ranks learn it, and an engine whose weights are not whole stays
+paused until an update succeeds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+from weightdepot.consumers.hooks import Hook
 from weightdepot.consumers.sglang.live import EngineRank
 from weightdepot.store.errors import InvalidRequest, WaitTimeout
 from weightdepot.store.timeouts import Timeouts
@@ -54,11 +56,14 @@ def judge(outcomes: Sequence[Outcome]) -> str:
 class Depot:
     """What a scheduler has joined. `scheduler` is SGLang's, of one tensor-parallel rank."""
 
-    def __init__(self, scheduler: Any, rank: EngineRank, prefetch: bool) -> None:
-        self._scheduler, self.rank, self._prefetch = scheduler, rank, prefetch
+    def __init__(self, scheduler: Any, make: Callable[[Hook], EngineRank], prefetch: bool) -> None:
+        """make: joins as a rank, given what to call before new weights serve."""
+        self._scheduler, self._prefetch = scheduler, prefetch
+        self.rank = make(self._before_serve)
         self.refusal = ""
         """Why this engine must not serve; "" when it may."""
         self._paused_here = False
+        self._flush_cache = True
 
     def prepare(self) -> None:
         """Trace now if the producers are there, else at the first update."""
@@ -74,15 +79,21 @@ class Depot:
             future.add_done_callback(_noted)
 
     def update(
-        self, version: int | None, min_version: int | None, timeout: float | None, flush_cache: bool
+        self,
+        version: int | str | None,
+        min_version: int | None,
+        max_lag: int | None,
+        timeout: float | None,
+        flush_cache: bool,
     ) -> None:
         """Raises InvalidRequest, with nothing changed, away from a safe point; RuntimeError naming each rank
         that failed, and whether the engine stays paused."""
         self._check_safe(flush_cache)
+        self._flush_cache = flush_cache
         before = None if self.refusal else self.rank.version
         error = ""
         try:
-            self.rank.update(version=version, min_version=min_version, timeout=timeout)
+            self.rank.update(version=version, min_version=min_version, max_lag=max_lag, timeout=timeout)
         except Exception as failure:
             logger.exception("the update failed")
             error = f"{type(failure).__name__}: {failure}"
@@ -92,8 +103,8 @@ class Depot:
         if self.refusal:
             self._pause()
         else:
-            if self.rank.version != before:
-                self._take(self.rank.version, flush_cache)
+            if self.rank.version not in (None, before):
+                self._scheduler.record_weight_version_change(new_version=str(self.rank.version))
             self._resume()
             self.prefetch()
         if errors or self.refusal:
@@ -119,11 +130,9 @@ class Depot:
         dist.all_gather_object(found, outcome, group=self._scheduler.weight_updater.tp_cpu_group)
         return found
 
-    def _take(self, version: int | None, flush_cache: bool) -> None:
-        if version is not None:
-            self._scheduler.record_weight_version_change(new_version=str(version))
-        if flush_cache and not self._scheduler.flush_cache():
-            raise RuntimeError(f"version {version} is in place, but SGLang did not flush its caches")
+    def _before_serve(self, version: int) -> None:
+        if self._flush_cache and not self._scheduler.flush_cache():
+            raise RuntimeError(f"SGLang did not flush its caches for version {version}")
 
     def _pause(self) -> None:
         if not self._scheduler._engine_paused:
@@ -157,7 +166,7 @@ def join(
     controller: str,
     model: str,
     group: str = "sglang",
-    transport: Literal["auto", "shm", "mooncake"] = "auto",
+    transport: Literal["auto", "shm", "tcp", "mooncake"] = "auto",
     run: str = "default",
     verify: bool = True,
     optional: str = "",
@@ -167,7 +176,8 @@ def join(
     """As `EngineRank`, in what SGLang's calls carry, which is numbers and texts: `optional` is separated by
     commas, and time-outs are `timeout_update=120.0` and so on. May be called again, to join another group."""
     leave(self)
-    rank = EngineRank(
+    make = functools.partial(
+        EngineRank,
         self.tp_worker.model_runner,
         controller,
         model=model,
@@ -178,7 +188,7 @@ def join(
         optional=[name.strip() for name in optional.split(",") if name.strip()],
         timeouts=_timeouts(timeouts),
     )
-    self._weightdepot = Depot(self, rank, prefetch)
+    self._weightdepot = Depot(self, lambda before_serve: make(before_serve=before_serve), prefetch)
     try:
         self._weightdepot.prepare()
     except BaseException:
@@ -195,12 +205,14 @@ def _timeouts(given: Mapping[str, float]) -> Timeouts:
 
 def update(
     self: Any,
-    version: int | None = None,
+    version: int | str | None = None,
     min_version: int | None = None,
+    max_lag: int | None = None,
     timeout: float | None = None,
     flush_cache: bool = True,
 ) -> None:
-    depot_of(self).update(version, min_version, timeout, flush_cache)
+    """version: a text is a tag. The rest as in `Consumer.update`."""
+    depot_of(self).update(version, min_version, max_lag, timeout, flush_cache)
 
 
 def leave(self: Any) -> None:

@@ -48,8 +48,12 @@ class InitInfo(WeightTransferInitInfo):
     """The name under which versions are published."""
     group: str = "vllm"
     """The name of this engine among those that follow the model: one for each engine."""
-    transport: Literal["auto", "shm", "mooncake"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "mooncake"] = "auto"
     run: str = "default"
+    token: str | None = None
+    """Where the controller asks for one; None: WEIGHTDEPOT_TOKEN of the workers' environment."""
+    ca: str | None = None
+    """A PEM file of the authorities that signed the controller's certificate; None: WEIGHTDEPOT_CA."""
     prefetch: bool = True
     """Read the next version in the background, while the model generates."""
     verify: bool = True
@@ -61,12 +65,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`update_info` of `update_weights`. All empty: the version that was prefetched, or the newest."""
+    """`update_info` of `update_weights`. All empty: the version that was prefetched, or the current one."""
 
     version: int | None = None
-    """Exactly this version: an error when the engine would get another one."""
+    """Exactly this version, which may be older than the one that the engine has."""
+    tag: str | None = None
+    """Exactly the version that this name points to."""
     min_version: int | None = None
     """This version or a newer one; waits for it."""
+    max_lag: int | None = None
+    """Change nothing when what the engine has is at most so many published versions behind."""
     timeout: float | None = None
     """Seconds to wait for the version and the other ranks."""
 
@@ -114,6 +122,8 @@ class WeightDepotEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             optional=init_info.optional,
             install=self._install,
             run=init_info.run,
+            token=init_info.token,
+            ca=init_info.ca,
             timeouts=timeouts,
         )
         try:
@@ -135,12 +145,14 @@ class WeightDepotEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Bring the weights to a version: the same on every rank of the engine, whole."""
         consumer = self._joined()
-        wanted = update_info.version
-        self._check_wanted(consumer, update_info)
+        if update_info.version is not None and update_info.tag is not None:
+            raise InvalidRequest("version and tag were given: one of them says which version is wanted")
         try:
             version = consumer.update(
-                max((v for v in (wanted, update_info.min_version) if v is not None), default=None),
+                update_info.min_version,
                 update_info.timeout,
+                version=update_info.tag if update_info.version is None else update_info.version,
+                max_lag=update_info.max_lag,
             )
         except BaseException as error:
             if self.torn:
@@ -153,13 +165,6 @@ class WeightDepotEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 version, consumer.model, last.wait, last.pull,
                 " (before, in the background)" if last.prefetched else "", last.place, last.group,
             )  # fmt: skip
-        if wanted is not None and version != wanted:
-            raise InvalidRequest(
-                f"version {wanted} of {consumer.model!r} was asked for, but {version} had become ready and "
-                f"is in place as a whole; ask with min_version to take what is newest",
-                model=consumer.model,
-                version=version,
-            )
 
     def finish_weight_update(self) -> None:
         """Begin to prefetch the version after this one."""
@@ -193,21 +198,6 @@ class WeightDepotEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._consumer is None:
             raise InvalidRequest("the engine has not joined: call init_weight_transfer_engine first")
         return self._consumer
-
-    def _check_wanted(self, consumer: Consumer, info: UpdateInfo) -> None:
-        """Raises InvalidRequest, with nothing changed, for a version that cannot be had any more."""
-        if info.version is None or consumer.staged is not None:
-            return
-        if info.version == consumer.version:
-            return
-        newest = consumer.newest()
-        if newest is not None and newest > info.version:
-            raise InvalidRequest(
-                f"version {info.version} of {consumer.model!r} was asked for, but the newest one is "
-                f"{newest}, and an engine goes to the newest: ask for it, or with min_version",
-                model=consumer.model,
-                version=newest,
-            )
 
     def _prefetch(self) -> None:
         consumer = self._joined()

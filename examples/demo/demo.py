@@ -180,8 +180,17 @@ class Demo:
     def trainers(self) -> list[Child]:
         return [c for c in self.children if c.name.startswith("trainer")]
 
-    def start(self) -> None:
+    def start_controllers(self) -> str:
+        """Where they answer."""
         self.controller, url = start_controller(self.folder)
+        return url
+
+    def command(self, name: str, command: list[str]) -> list[str]:  # noqa: ARG002
+        """How the child of that name is started: here, as it is."""
+        return command
+
+    def start(self) -> None:
+        url = self.start_controllers()
         common = [
             "--controller", url, "--model", "policy", "--size", self.options.size, "--steps",
             str(self.options.steps), "--transport", self.options.transport, "--references", str(self.folder),
@@ -200,7 +209,7 @@ class Demo:
 
     def _python(self, name: str, script: str, *arguments: str) -> None:
         command = [sys.executable, str(HERE / script), *arguments]
-        self.children.append(Child.start(name, command, self.folder, self.messages))
+        self.children.append(Child.start(name, self.command(name, command), self.folder, self.messages))
 
     def _next(self, deadline: float) -> Message:
         try:
@@ -277,7 +286,7 @@ class Demo:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./run demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps, and so versions (default 6)")
-    parser.add_argument("--transport", choices=("auto", "shm", "mooncake"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "mooncake"), default="auto")
     parser.add_argument("--size", choices=tuple(SIZES), default="100m", help="of the model (default 100m)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, and nothing else")
     options = parser.parse_args(arguments)

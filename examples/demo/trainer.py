@@ -85,7 +85,7 @@ def main() -> None:
             done = producer.publish(step)
             tell(
                 "published", rank=a.rank, version=step, loss=loss.item(), step_seconds=trained,
-                stall=done.stall, wait=done.wait, pack=done.pack, digest=done.digest, nbytes=done.nbytes,
+                stall=done.stall, wait=done.wait, pack=done.pack, nbytes=done.nbytes,
             )  # fmt: skip
         wait_for_word()
     dist.destroy_process_group()

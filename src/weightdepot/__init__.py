@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightdepot.consumers import Consumer, Updated
-    from weightdepot.producers import Producer, Published
+    from weightdepot.consumers import AsyncConsumer, Consumer, Generation, Updated
+    from weightdepot.producers import AsyncProducer, Producer, Published, Sealed
     from weightdepot.store.errors import (
         ControllerUnavailable,
         IndexUnavailable,
@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from weightdepot.store.weights import Shard
 
 __all__ = [
+    "AsyncConsumer",
+    "AsyncProducer",
     "Consumer",
     "ControllerUnavailable",
+    "Generation",
     "IndexUnavailable",
     "IntegrityError",
     "InvalidRequest",
@@ -50,6 +53,7 @@ __all__ = [
     "Progress",
     "PublishAborted",
     "Published",
+    "Sealed",
     "Shard",
     "SourceLost",
     "StaleGroup",
@@ -70,10 +74,14 @@ __all__ = [
 # Where each name lives. They are imported when they are first used: the controller and the command line need
 # neither torch nor the transports.
 _HOME = {
+    "AsyncConsumer": "weightdepot.consumers",
     "Consumer": "weightdepot.consumers",
+    "Generation": "weightdepot.consumers",
     "Updated": "weightdepot.consumers",
+    "AsyncProducer": "weightdepot.producers",
     "Producer": "weightdepot.producers",
     "Published": "weightdepot.producers",
+    "Sealed": "weightdepot.producers",
     "ControllerUnavailable": "weightdepot.store.errors",
     "IndexUnavailable": "weightdepot.store.errors",
     "IntegrityError": "weightdepot.store.errors",

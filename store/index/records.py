@@ -20,6 +20,25 @@ class VersionState(str, Enum):
     ABORTED = "aborted"
 
 
+class Mode(str, Enum):
+    """What `publish` waits for, and what rollouts may lag behind by."""
+
+    SYNC = "sync"  # a publish ends when every live group has applied the version
+    ASYNC = "async"  # a publish ends when the weights may be overwritten
+    BOUNDED = "bounded"  # as async, but a publish waits while a live group lags more than `max_lag`
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a model's versions are synchronized; set per model, changeable at any time.
+
+    Lag is counted in *published versions*: how many ready versions are newer than what a group holds.
+    """
+
+    mode: Mode = Mode.ASYNC
+    max_lag: int = 1
+
+
 class GroupState(str, Enum):
     EMPTY = "empty"  # holds no version yet
     WHOLE = "whole"  # every rank holds the same version
@@ -48,6 +67,9 @@ class Member:
     alive: bool  # whether its membership has been renewed in time
     expires_in: float  # seconds until it counts as dead; negative when it does already
     version: int | None = None  # consumers: what its parameters hold; None when unknown or torn
+    staged: int | None = None  # consumers: a version that is read, and waits to be put in place
+    # consumers: figures of its last update, as it reported them (seconds, bytes; `transports` is text)
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,8 @@ class Part:
     endpoints: dict[str, dict[str, Any]]
     nbytes: int
     digests: str  # hex xxh3-128 of the tile digests, in the order of the rank's tile table
+    # figures of this rank's publish, as it reported them (seconds, bytes)
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,10 @@ class Version:
     nbytes: int  # of the sealed parts
     reason: str = ""  # why it was aborted or freed
     leases: tuple[str, ...] = ()  # live holders, as "group/round"
+    attempt: str = ""  # unique to one opening of this version: a number that is tried again has another
+    live: bool = False  # read in place, from the trainer's own parameters: it occupies no slot (slot -1)
+    pinned: bool = False  # never retired
+    tags: tuple[str, ...] = ()  # names that point to it; a tagged version is never retired either
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,11 @@ class Model:
     producers: tuple[Member, ...]
     # The versions that still matter: open, ready, retired, and the last few freed or aborted.
     versions: tuple[Version, ...]
+    highest: int | None = None  # the highest version that was ever ready
+    current: int | None = None  # what groups that ask for the newest are given: `latest`, unless held
+    held: bool = False  # whether an operator holds the model at `current`
+    policy: Policy = Policy()
+    tags: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,16 @@ class Group:
     missing: tuple[int, ...]  # ranks that never joined
     pending: tuple[int, ...]  # ranks that have not finished the round under way
     error: str = ""  # what failed, and on which rank, when the state is `half`
+    live: bool = False  # every rank has joined and is alive: only such groups are waited for
+    last: int | None = None  # the version that it held as a whole last, also while it is not whole
+    lag: int = 0  # versions published since `last` (or, where there is none, since the group came)
+    leased: tuple[int, ...] = ()  # versions that it holds leases on
+
+    def is_fresh(self, max_lag: int) -> bool:
+        """Whether what it serves is whole, and at most `max_lag` published versions behind. A move that is
+        under way is no hindrance: until new weights are written the old ones serve."""
+        whole = self.state in (GroupState.WHOLE, GroupState.MOVING) and not self.error
+        return whole and self.last is not None and self.lag <= max_lag
 
 
 @dataclass(frozen=True)
@@ -125,13 +168,54 @@ class Grant:
     incarnation: int
     # Sessions of this rank whose memory is still part of a ready or retired version.
     keep_sessions: tuple[str, ...] = ()
+    attempt: str = ""
+    policy: Policy = Policy()
+    # Slots that are in use or will be: this rank's memory of any other slot may be given back.
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a sealed version that is still in its producer's memory, announced to an index that has
+    lost its state. `part` and `digests` as they were sealed."""
+
+    version: int
+    attempt: str
+    slot: int
+    tiling: str
+    part: Part
+    digests: bytes  # its tile digests
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Which consumer groups have applied a version (or a newer one)."""
+
+    version: int
+    state: VersionState
+    applied: tuple[str, ...]  # live groups that hold it, or a newer one, as a whole
+    pending: tuple[str, ...]  # live groups that do not
+    held: int | None = None  # the version that the model is held at, if it is
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Whether every live group serves the model's current version."""
+
+    model: str
+    current: int | None
+    held: bool
+    converged: bool  # there is a current version and at least one live group, and none is behind
+    at: tuple[str, ...]  # live groups that hold it as a whole
+    behind: tuple[str, ...]  # live groups that do not
+    absent: tuple[str, ...]  # groups of which a rank is missing or dead
 
 
 @dataclass(frozen=True)
 class Wait:
     """Not now: what the caller waits for, said so that a time-out can name it."""
 
-    reason: str  # "ranks" | "open-version" | "slot" | "version" | "group"
+    reason: str  # "ranks" | "open-version" | "slot" | "lag" | "version" | "group"
     message: str
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -167,9 +251,11 @@ class Heartbeat:
 
 class Event(NamedTuple):
     """Something changed. Kinds: `member`, `open`, `sealed`, `ready`, `retired`, `freed`, `aborted` (of a
-    version), `round`, `applied`, `half` (of a group; the version is the round's target), and `subscribed`
-    with model "", which tells a listener that from now on it misses nothing."""
+    version), `policy`, `held`, `released`, `pinned`, `unpinned`, `tagged`, `untagged`, `round`, `staged`,
+    `applied`, `half` (of a group; the version is the round's target), and `subscribed` with model "", which
+    tells a listener that from now on it misses nothing."""
 
     model: str
     kind: str
     version: int | None
+    group: str = ""

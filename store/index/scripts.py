@@ -3,14 +3,21 @@
 Keys. Every script gets one key, the model's prefix `wd:{RUN/MODEL}:`, and makes all others from it. They
 share its hash tag, so in a Redis Cluster they are on the shard that the prefix is routed to.
 
-    meta              hash    incarnation, world_size, retention; versions: open, latest, highest
+    meta              hash    incarnation, world_size, retention; versions: open, latest, highest, and hold
+                              (the version that the model is held at); policy: mode, max_lag
+    published         zset    the last 1024 versions that became ready
+    pins              set     versions that are pinned
+    tags              hash    name -> version
     alive             zset    session -> when its membership ends
     sessions          hash    session -> JSON: role, group, rank, ttl, process, joined
     layouts           hash    session -> digest of its layout
     producers         hash    rank -> session
+    yielding          set     sessions of producers that give way to any other
     versions          zset    every version that is remembered
     version:V         hash    state, slot, tiling, incarnation, world_size, opened, deadline, ready, nbytes,
-                              reason
+                              reason, attempt, live
+    announced:V       hash    rank -> JSON of a part that an index without memory was told of; and raw digests
+    announced-digests:V       (both for an hour)
     expect:V          hash    rank -> session that must seal it: the incarnation as it was at the first open
     granted:V         set     ranks that opened it: a rank that missed an abort in between may not seal
     parts:V           hash    rank -> JSON of its Part
@@ -18,11 +25,14 @@ share its hash tag, so in a Redis Cluster they are on the shard that the prefix 
     leases:V          zset    "GROUP/ROUND" -> when the lease ends
     groups            set     names of consumer groups
     rounds            hash    group -> its last round; outlives the group: lease names are never reused
-    group:G           hash    world_size, target, noop, active, error
+    group:G           hash    world_size, target, noop, active, error; last: the version that it held as a
+                              whole last; base: the newest ready one when the group was made
     ranks:G           hash    rank -> session
     held:G            hash    rank -> version that its parameters hold
     begun:G, done:G   hash    rank -> last round that it began, finished
     aim:G             hash    rank -> version that the round it began moves to, or "-": nothing to move
+    staged:G          hash    rank -> round whose version it has read whole, and not put in place yet
+    stats:G           hash    rank -> JSON of what it said of its last update
     outcome:G         hash    round -> JSON of how it ended (the last 64)
 
 Times are Unix seconds of Redis' own clock. Versions and rounds stay below 10^14, where Lua's numbers are
@@ -50,8 +60,8 @@ local function stamp(t) return string.format('%.6f', t) end
 -- Lua cannot tell an empty list from an empty table: an empty list is left out of an answer
 local function some(list) if #list > 0 then return list end end
 
-local function emit(kind, version)
-  call('PUBLISH', CHANNEL, cjson.encode({MODEL, kind, version or cjson.null}))
+local function emit(kind, version, group)
+  call('PUBLISH', CHANNEL, cjson.encode({MODEL, kind, version or cjson.null, group or ''}))
 end
 local function answer(value) return cjson.encode({value = value}) end
 local function wait(reason, message, details)
@@ -78,6 +88,36 @@ local function unknown_model()
 end
 local function create_if_missing()
   if not exists() then call('HSET', META, 'incarnation', 0, 'world_size', 0, 'retention', 0) end
+end
+
+-- policy --------------------------------------------------------------------------------------------
+
+local PUBLISHED_REMEMBERED = 1024
+local function policy_view() return {mode = meta('mode') or 'async', max_lag = num(meta('max_lag')) or 1} end
+local function held_at() return num(meta('hold')) end
+-- how many versions became ready after v; of all that are remembered where v is nil
+local function lag_behind(v)
+  return call('ZCOUNT', P .. 'published', v and '(' .. string.format('%d', v) or '-inf', '+inf')
+end
+local function published(v)
+  call('ZADD', P .. 'published', v, v)
+  call('ZREMRANGEBYRANK', P .. 'published', 0, -PUBLISHED_REMEMBERED - 1)
+end
+-- How many of the newest ready versions stay: more than the retention where readers may lag further, since
+-- one is written while the others are read.
+local function window()
+  local keep, policy = tonumber(meta('retention')), policy_view()
+  if policy.mode == 'bounded' then keep = math.max(keep, policy.max_lag + 2) end
+  return keep
+end
+-- versions that are kept whatever the retention says: v -> true
+local function protected()
+  local set = {}
+  for _, v in ipairs(call('SMEMBERS', P .. 'pins')) do set[tonumber(v)] = true end
+  for _, v in ipairs(call('HVALS', P .. 'tags')) do set[tonumber(v)] = true end
+  local hold = held_at()
+  if hold then set[hold] = true end
+  return set
 end
 
 -- members -------------------------------------------------------------------------------------------
@@ -110,7 +150,10 @@ local function add_session(session, role, group, rank, layout, process, ttl)
   call('HSET', P .. 'layouts', session, layout)
   renew(session, tonumber(ttl))
 end
+-- An importer's claim: whoever else wants the rank has it.
+local function yields(session) return call('SISMEMBER', P .. 'yielding', session) == 1 end
 local function drop_session(session)
+  call('SREM', P .. 'yielding', session)
   call('HDEL', P .. 'sessions', session)
   call('HDEL', P .. 'layouts', session)
   call('ZREM', P .. 'alive', session)
@@ -139,9 +182,9 @@ local function not_holder(rank, what, session, holder)
     or ': it was replaced, left or was forgotten; join again'),
     {rank = rank, session = session, holder = holder or nil})
 end
-local function member_view(rank, session, held)
+local function member_view(rank, session)
   return {rank = tonumber(rank), session = session, info = call('HGET', P .. 'sessions', session),
-    layout = call('HGET', P .. 'layouts', session), expires_in = expiry(session) - NOW, held = held}
+    layout = call('HGET', P .. 'layouts', session), expires_in = expiry(session) - NOW}
 end
 
 -- versions ------------------------------------------------------------------------------------------
@@ -185,6 +228,15 @@ local function unsealed(v)
 end
 local function close(v, state, reason)
   call('HSET', P .. 'version:' .. v, 'state', state, 'reason', reason)
+  call('SREM', P .. 'pins', v)
+  local tags = call('HGETALL', P .. 'tags')
+  for i = 1, #tags, 2 do
+    if tonumber(tags[i + 1]) == v then call('HDEL', P .. 'tags', tags[i]) end
+  end
+  if held_at() == v then
+    call('HDEL', META, 'hold')
+    emit('released', v)
+  end
   if num(meta('open')) == v then call('HDEL', META, 'open') end
   if num(meta('latest')) == v then
     local ready = in_state('ready')
@@ -200,13 +252,22 @@ end
 
 -- Due transitions. Each answers what it did, in words, for `sweep`.
 local function abort_overdue()
-  local v = num(meta('open'))
-  if v and tonumber(vget(v, 'deadline')) <= NOW then
-    local why = ranks_text(unsealed(v)) .. ' did not seal in time'
-    close(v, 'aborted', why)
-    return {'version ' .. v .. ' aborted: ' .. why}
+  local v, why = num(meta('open')), nil
+  if not v then return {} end
+  local missing = unsealed(v)
+  if tonumber(vget(v, 'deadline')) <= NOW then
+    why = ranks_text(missing) .. ' did not seal in time'
+  else
+    for _, rank in ipairs(missing) do
+      if not alive(call('HGET', P .. 'expect:' .. v, rank)) then
+        why = 'rank ' .. rank .. ' died before it sealed its part (no sign of life)'
+        break
+      end
+    end
   end
-  return {}
+  if not why then return {} end
+  close(v, 'aborted', why)
+  return {'version ' .. v .. ' aborted: ' .. why}
 end
 local function free_idle()
   local freed = {}
@@ -229,6 +290,13 @@ local function forget(keep)
   end
 end
 
+local function tags_of(v)
+  local all, found = call('HGETALL', P .. 'tags'), {}
+  for i = 1, #all, 2 do
+    if tonumber(all[i + 1]) == v then found[#found + 1] = all[i] end
+  end
+  return found
+end
 local function version_view(v)
   local at = P .. 'version:' .. v
   local function n(field) return num(call('HGET', at, field)) end
@@ -238,7 +306,8 @@ local function version_view(v)
   return {version = v, state = s('state'), slot = n('slot'), tiling = s('tiling'),
     incarnation = n('incarnation'), world_size = n('world_size'), opened = n('opened'),
     ready = n('ready'), nbytes = n('nbytes'), reason = s('reason'),
-    sealed = some(sealed), leases = some(leases(v))}
+    attempt = s('attempt'), live = s('live') == '1', pinned = call('SISMEMBER', P .. 'pins', v) == 1,
+    tags = some(tags_of(v)), sealed = some(sealed), leases = some(leases(v))}
 end
 local function gone(v)
   local highest = num(meta('highest'))

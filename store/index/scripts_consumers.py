@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightdepot.store.index.scripts_groups import GROUPS
 
 # ARGV: 3 group, 4 rank, 5 world size, 6 session, 7 layout or "", 8 process (JSON), 9 ttl (s),
-# 10 session that is known to be dead, or ""
+# 10 session that is known to be dead, or "", 11 "1" if nobody should wait for this group (an export)
 # value: Joined
 JOIN_CONSUMER = (
     GROUPS
@@ -50,6 +50,8 @@ end
 if not size then
   call('SADD', P .. 'groups', g)
   call('HSET', P .. 'group:' .. g, 'world_size', world_size, 'active', '0', 'noop', '1', 'error', '')
+  if meta('latest') then call('HSET', P .. 'group:' .. g, 'base', meta('latest')) end
+  if ARGV[11] == '1' then call('HSET', P .. 'group:' .. g, 'observer', '1') end
   call('HSETNX', P .. 'rounds', g, 0)
 end
 if holder ~= session then
@@ -68,7 +70,8 @@ return answer({incarnation = tonumber(meta('incarnation')), world_size = world_s
 """
 )
 
-# ARGV: 3 group, 4 rank, 5 session, 6 min_version, 7 lease_ttl (s)
+# ARGV: 3 group, 4 rank, 5 session, 6 min_version, 7 lease_ttl (s), 8 exact version or "", 9 max_lag or "",
+# 10 tag or ""
 # value: RoundWire. Waits for: group, version.
 BEGIN_ROUND = (
     GROUPS
@@ -81,9 +84,18 @@ if holder ~= session then return not_holder(rank, group_text(g), session, holder
 touch(session)
 settle_round(g)
 local of_model = ' of model ' .. MODEL
+local exact, max_lag, tag = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local hold = held_at()
+if tag ~= '' then
+  exact = num(call('HGET', P .. 'tags', tag))
+  if not exact then
+    return wait('version', 'no version' .. of_model .. ' has the tag ' .. tag, {group = g, tag = tag})
+  end
+end
 
 local function claim(round, noop, target)
   call('HSET', P .. 'begun:' .. g, rank, round)
+  call('HDEL', P .. 'staged:' .. g, rank)
   call('HSET', P .. 'aim:' .. g, rank, noop and '-' or target)
   local view = {round = round, version = target, held = held(g, rank), lease_ttl = ttl}
   if not noop then
@@ -106,9 +118,23 @@ if given_up > done(g, rank) and not (active(g) and given_up == round_of(g)) then
   release_unclaimed(g, given_up, target)
 end
 
+if active(g) and staged(g, rank) == round_of(g) and done(g, rank) < round_of(g)
+  and gget(g, 'noop') == '0' and not lease_live(target_of(g), lease_name(g, round_of(g))) then
+  -- It had read everything, so that the lease went back, and has lost it: it cannot read it again.
+  call('HDEL', P .. 'held:' .. g, rank)
+  call('HSET', P .. 'done:' .. g, rank, round_of(g))
+  fail_round(g, 'rank ' .. rank .. ' lost what it had staged')
+end
+
 if active(g) then
   local round, target = round_of(g), target_of(g)
   if done(g, rank) < round then
+    if exact and exact ~= target then
+      return refuse('stale-group', 'rank ' .. rank .. ' asks for version ' .. exact .. ', but round ' ..
+        round .. ' of group ' .. g .. of_model .. ' is under way to version ' .. target ..
+        ': finish it first, then ask again',
+        {group = g, rank = rank, round = round, version = target, wanted = exact})
+    end
     if min > target then
       return refuse('stale-group', 'rank ' .. rank .. ' asks for version ' .. min ..
         ' or newer, but round ' .. round .. ' of group ' .. g .. of_model .. ' is under way to version ' ..
@@ -138,9 +164,36 @@ if #who > 0 then
     size_of(g) .. ' ranks', {group = g, missing = some(missing), dead = some(dead)})
 end
 
-local newest, common = num(meta('latest')), whole_at(g)
+local newest, common = hold or num(meta('latest')), whole_at(g)
 local target, noop
-if common and common >= min and (not newest or newest <= common) then
+if exact then
+  local state = state_of(exact)
+  if common == exact then
+    target, noop = exact, true
+  elseif state == 'ready' then
+    target, noop = exact, false
+  elseif state == 'retired' or state == 'freed' then
+    return refuse('version-gone', 'version ' .. exact .. of_model .. ' is ' .. state ..
+      (state == 'retired' and ': it gives no new leases, its memory is wanted'
+      or ': ' .. vget(exact, 'reason')) ..
+      '; the newest ready one is ' .. (meta('latest') or 'none'),
+      {group = g, version = exact, latest = num(meta('latest'))})
+  elseif num(meta('highest')) and exact <= num(meta('highest')) then
+    return gone(exact)
+  else
+    return wait('version', 'version ' .. exact .. of_model .. ' is not ready' .. (state == 'aborted' and
+      '; it was aborted: ' .. vget(exact, 'reason') or '') .. '; the newest is ' ..
+      (meta('latest') or 'none'), {group = g, wanted = exact, latest = num(meta('latest'))})
+  end
+elseif common and max_lag and common >= min and lag_behind(common) <= max_lag then
+  target, noop = common, true
+elseif hold then
+  if min > hold then
+    return wait('version', 'model ' .. MODEL .. ' is held at version ' .. hold .. ': no version ' .. min ..
+      ' or newer is given until it is released', {group = g, min_version = min, held = hold})
+  end
+  target, noop = hold, common == hold
+elseif common and common >= min and (not newest or newest <= common) then
   target, noop = common, true  -- nothing newer: even if it is freed by now, every rank holds it
 elseif newest and newest >= min then
   target, noop = newest, false
@@ -158,17 +211,59 @@ else
 end
 local round = call('HINCRBY', P .. 'rounds', g, 1)
 call('HSET', P .. 'group:' .. g, 'target', target, 'noop', noop and '1' or '0', 'active', '1')
-emit('round', target)
+emit('round', target, g)
 return claim(round, noop, target)
 """
 )
 
-# ARGV: 3 group, 4 rank, 5 session, 6 round, 7 error or ""
+# ARGV: 3 group, 4 rank, 5 session, 6 round
+# value: true
+STAGE_ROUND = (
+    GROUPS
+    + """
+local g, rank, session, round = ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
+if not exists() then return unknown_model() end
+if not size_of(g) then return unknown_group(g) end
+local holder = of_rank('ranks', g, rank)
+if holder ~= session then return not_holder(rank, group_text(g), session, holder) end
+touch(session)
+settle_round(g)
+local where = 'round ' .. round .. ' of group ' .. g .. ' of model ' .. MODEL
+local details = {group = g, rank = rank, round = round}
+if begun(g, rank) ~= round then
+  return refuse('invalid-request', 'rank ' .. rank .. ' is not in ' .. where ..
+    ': the last one that it began is ' .. begun(g, rank), details)
+end
+local target = aim(g, rank)
+-- nothing to move, through already, or the same report again
+if not target or done(g, rank) >= round or staged(g, rank) == round then return answer(true) end
+if not lease_live(target, lease_name(g, round)) then
+  details.version = target
+  return refuse('lease-lost', 'the lease of ' .. where .. ' on version ' .. target ..
+    ' ran out before rank ' .. rank .. ' had read it: what it read must be discarded', details)
+end
+call('HSET', P .. 'staged:' .. g, rank, round)
+emit('staged', target, g)
+if active(g) and round_of(g) == round then
+  if all_staged(g, round) then
+    call('ZREM', P .. 'leases:' .. target, lease_name(g, round))
+    free_idle()
+  end
+else
+  release_unclaimed(g, round, target)
+end
+return answer(true)
+"""
+)
+
+# ARGV: 3 group, 4 rank, 5 session, 6 round, 7 error or "", 8 "1" if the failure tore what the rank held,
+# 9 stats (JSON) or ""
 # value: RoundStatusWire
 FINISH_ROUND = (
     GROUPS
     + """
 local g, rank, session, round, failure = ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6]), ARGV[7]
+local torn = ARGV[8] == '1'
 if not exists() then return unknown_model() end
 if not size_of(g) then return unknown_group(g) end
 local holder = of_rank('ranks', g, rank)
@@ -194,14 +289,17 @@ end
 local current = active(g) and round_of(g) == round
 -- with nothing to move nothing was read, and there is nothing that a lost lease could have torn
 local moves = target and target ~= held(g, rank)
-local lost = failure == '' and moves and not lease_live(target, lease_name(g, round))
+local lost = failure == '' and moves and staged(g, rank) ~= round
+  and not lease_live(target, lease_name(g, round))
 call('HSET', P .. 'done:' .. g, rank, round)
+call('HDEL', P .. 'staged:' .. g, rank)
+if ARGV[9] ~= '' and not lost then call('HSET', P .. 'stats:' .. g, rank, ARGV[9]) end
 if failure ~= '' or lost then
-  call('HDEL', P .. 'held:' .. g, rank)
+  if torn or lost then call('HDEL', P .. 'held:' .. g, rank) end
   local why = 'rank ' .. rank .. ': ' .. (lost and 'its lease on version ' .. target .. ' ran out' or failure)
   if current then
     fail_round(g, why)
-  elseif gget(g, 'error') == '' and not active(g) then
+  elseif gget(g, 'error') == '' and not active(g) and not unharmed(g) then
     call('HSET', P .. 'group:' .. g, 'error', why)
   end
 elseif moves then

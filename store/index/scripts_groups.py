@@ -15,7 +15,7 @@ GROUPS = (
     PRELUDE
     + """
 local ROUNDS_REMEMBERED = 64
-local TABLES_OF_A_GROUP = {'group:', 'ranks:', 'held:', 'begun:', 'done:', 'aim:', 'outcome:'}
+local TABLES_OF_A_RANK = {'ranks:', 'held:', 'begun:', 'done:', 'aim:', 'staged:', 'stats:'}
 
 local function gget(g, field) return call('HGET', P .. 'group:' .. g, field) end
 local function of_rank(kind, g, rank) return call('HGET', P .. kind .. ':' .. g, rank) end
@@ -27,6 +27,7 @@ local function begun(g, rank) return num(of_rank('begun', g, rank)) or 0 end
 local function done(g, rank) return num(of_rank('done', g, rank)) or 0 end
 local function held(g, rank) return num(of_rank('held', g, rank)) end
 local function aim(g, rank) return num(of_rank('aim', g, rank)) end  -- tonumber('-') is nil: nothing to move
+local function staged(g, rank) return num(of_rank('staged', g, rank)) or 0 end
 local function lease_name(g, round) return g .. '/' .. string.format('%d', round) end
 
 local function unknown_group(g)
@@ -34,6 +35,18 @@ local function unknown_group(g)
     ': its ranks have not joined, or have all left', {group = g})
 end
 local function group_text(g) return 'group ' .. g end
+
+local function last_of(g) return num(gget(g, 'last')) end
+-- A group that never held a version lags from the time that it came.
+local function lag_of(g) return lag_behind(last_of(g) or num(gget(g, 'base'))) end
+-- every rank has joined and is alive: only such groups are waited for
+local function live(g)
+  if gget(g, 'observer') then return false end
+  for rank = 0, size_of(g) - 1 do
+    if not alive(of_rank('ranks', g, rank)) then return false end
+  end
+  return true
+end
 
 -- A rank that is on its way to another version than it holds may have written half of it.
 local function in_flight(g, rank)
@@ -57,6 +70,13 @@ local function pending(g)
   end
   return ranks
 end
+-- Nobody reads for this round any more: every rank has staged what it needs, or is through.
+local function all_staged(g, round)
+  for rank = 0, size_of(g) - 1 do
+    if done(g, rank) < round and staged(g, rank) ~= round then return false end
+  end
+  return true
+end
 local function put_outcome(g, round, state, version, why)
   call('HSET', P .. 'outcome:' .. g, round, cjson.encode({version = version, state = state, error = why}))
   call('HDEL', P .. 'outcome:' .. g, round - ROUNDS_REMEMBERED)
@@ -67,16 +87,25 @@ local function release_unclaimed(g, round, version)
   if not version then return end
   if active(g) and round_of(g) == round then return end
   for rank = 0, size_of(g) - 1 do
-    if begun(g, rank) == round and done(g, rank) < round then return end
+    if begun(g, rank) == round and done(g, rank) < round and staged(g, rank) ~= round then return end
   end
   call('ZREM', P .. 'leases:' .. version, lease_name(g, round))
   free_idle()
 end
+-- Whether no rank lost what it held, or is on its way from it: then a failure has made nothing half.
+local function unharmed(g)
+  if whole_at(g) then return true end
+  for rank = 0, size_of(g) - 1 do
+    if held(g, rank) or in_flight(g, rank) then return false end
+  end
+  return last_of(g) == nil
+end
 local function fail_round(g, why)
   local round, target = round_of(g), target_of(g)
-  call('HSET', P .. 'group:' .. g, 'active', '0', 'error', why)
+  call('HSET', P .. 'group:' .. g, 'active', '0')
+  if not unharmed(g) then call('HSET', P .. 'group:' .. g, 'error', why) end
   put_outcome(g, round, 'half', target, why)
-  emit('half', target)
+  emit('half', target, g)
   if gget(g, 'noop') == '0' then release_unclaimed(g, round, target) end
 end
 -- Ends the round under way if every rank is through; sees when late reports made a failed group whole.
@@ -87,13 +116,13 @@ local function settle_whole(g)
   if active(g) then
     if #pending(g) > 0 then return end
     call('HSET', P .. 'group:' .. g, 'active', '0')
-  elseif gget(g, 'error') == '' then
+  elseif gget(g, 'error') == '' and last_of(g) == v then
     return
   end
-  call('HSET', P .. 'group:' .. g, 'error', '')
+  call('HSET', P .. 'group:' .. g, 'error', '', 'last', v)
   -- a group re-made after its ranks had left keeps the count of its rounds, but has no target yet
   if target == v then put_outcome(g, round, 'whole', v, '') end
-  emit('applied', v)
+  emit('applied', v, g)
   if gget(g, 'noop') == '0' then release_unclaimed(g, round, target) end
 end
 -- The due transition of a group: a round that cannot become whole any more fails. Answers what it did.
@@ -104,10 +133,11 @@ local function settle_round(g)
     local session = of_rank('ranks', g, rank)
     if not alive(session) and not why then
       why = 'rank ' .. rank .. ' died in round ' .. round .. ' (to version ' .. target ..
-        '): no sign of life for ' .. string.format('%.1f', NOW - expiry(session)) .. ' s'
+        '): it gave no sign of life in time'
     end
   end
-  if not why and gget(g, 'noop') == '0' and not lease_live(target, lease_name(g, round)) then
+  if not why and gget(g, 'noop') == '0' and not all_staged(g, round)
+    and not lease_live(target, lease_name(g, round)) then
     why = 'the lease on version ' .. target .. ' ran out in round ' .. round .. ', before ' ..
       ranks_text(pending(g)) .. ' had finished'
   end
@@ -118,21 +148,22 @@ end
 
 local function delete_group(g)
   for _, session in ipairs(call('HVALS', P .. 'ranks:' .. g)) do drop_session(session) end
-  for _, kind in ipairs(TABLES_OF_A_GROUP) do call('DEL', P .. kind .. g) end
+  for _, kind in ipairs(TABLES_OF_A_RANK) do call('DEL', P .. kind .. g) end
+  call('DEL', P .. 'group:' .. g, P .. 'outcome:' .. g)
   call('SREM', P .. 'groups', g)
 end
 -- A rank's session goes. The group stays, even with no rank in it.
 local function vacate_consumer(g, rank, why)
   local round, version = begun(g, rank), aim(g, rank)
   drop_session(of_rank('ranks', g, rank))
-  for _, kind in ipairs({'ranks:', 'held:', 'begun:', 'done:', 'aim:'}) do
+  for _, kind in ipairs(TABLES_OF_A_RANK) do
     call('HDEL', P .. kind .. g, rank)
   end
   if active(g) then
     fail_round(g, why)
   elseif call('HLEN', P .. 'held:' .. g) > 0 then
     call('HSET', P .. 'group:' .. g, 'error', why)  -- the others hold a version that this rank does not
-    emit('half')
+    emit('half', nil, g)
   end
   if round > 0 then release_unclaimed(g, round, version) end
   emit('member')
@@ -152,10 +183,22 @@ local function group_view(g)
   local members, moving = {}, active(g)
   for rank = 0, size_of(g) - 1 do
     local session = of_rank('ranks', g, rank)
-    if session then members[#members + 1] = member_view(rank, session, held(g, rank)) end
+    if session then
+      local member = member_view(rank, session)
+      member.held, member.stats = held(g, rank), of_rank('stats', g, rank) or nil
+      if staged(g, rank) > done(g, rank) then member.staged = aim(g, rank) end
+      members[#members + 1] = member
+    end
+  end
+  local leased = {}
+  for _, v in ipairs(all_versions()) do
+    for _, lease in ipairs(leases(v)) do
+      if string.sub(lease, 1, #g + 1) == g .. '/' then leased[#leased + 1] = v end
+    end
   end
   local view = {group = g, world_size = size_of(g), state = group_state(g), round = round_of(g),
-    members = some(members), error = gget(g, 'error')}
+    members = some(members), error = gget(g, 'error'), live = live(g), last = last_of(g), lag = lag_of(g),
+    leased = some(leased)}
   if moving then
     view.target = target_of(g)
     view.pending = some(pending(g))

@@ -6,13 +6,15 @@ from weightdepot.store.index.scripts import REMEMBERED
 from weightdepot.store.index.scripts_groups import GROUPS
 
 # ARGV: 3 rank, 4 world size, 5 session, 6 layout, 7 process (JSON), 8 retention, 9 ttl (s),
-# 10 session that is known to be dead, or ""
+# 10 session that is known to be dead, or "", 11 "1" if it gives way to any other
 # value: Joined
 JOIN_PRODUCER = (
     GROUPS
     + """
 local rank, world_size, session, layout = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5], ARGV[6]
-local retention, replace = tonumber(ARGV[8]), ARGV[10]
+local retention, replace, yielding = tonumber(ARGV[8]), ARGV[10], ARGV[11] == '1'
+-- those that yield do so to those that do not
+local function holds(s) return alive(s) and (yielding or not yields(s)) end
 local refused = misused(session, 'producer', '', rank)
 if refused then return refused end
 create_if_missing()
@@ -22,7 +24,7 @@ local holder = call('HGET', PRODUCERS, rank)
 local others, longest = {}, 0
 for r = 0, size - 1 do
   local s = call('HGET', PRODUCERS, r)
-  if r ~= rank and alive(s) then
+  if r ~= rank and holds(s) then
     others[#others + 1] = r
     longest = math.max(longest, expiry(s) - NOW)
   end
@@ -34,7 +36,7 @@ if #others > 0 and (size ~= world_size or slots ~= retention) then
     {rank = rank, world_size = world_size, holders_world_size = size,
     retention = retention, holders_retention = slots, expires_in = longest})
 end
-if holder and holder ~= session and alive(holder) and holder ~= replace then
+if holder and holder ~= session and holds(holder) and holder ~= replace then
   return taken(holder, rank, 'the producers')
 end
 
@@ -67,6 +69,7 @@ else
   add_session(session, 'producer', '', rank, layout, ARGV[7], ARGV[9])
   emit('member')
 end
+if yielding then call('SADD', P .. 'yielding', session) end
 return answer({incarnation = tonumber(meta('incarnation')), world_size = world_size,
   latest = num(meta('latest')) or cjson.null, highest = num(meta('highest')) or cjson.null})
 """
@@ -96,7 +99,18 @@ LEAVE = (
     + """
 local session = ARGV[3]
 local mine = info(session)
-if not mine then return answer(false) end
+if not mine then
+  -- it was replaced before: the memory that it still had goes now
+  for _, v in ipairs(in_state('ready', 'retired')) do
+    for _, s in ipairs(call('HVALS', P .. 'expect:' .. v)) do
+      if s == session then
+        close(v, 'freed', 'a producer that had been replaced left')
+        break
+      end
+    end
+  end
+  return answer(false)
+end
 if mine.role == 'consumer' then
   remove_consumer(mine.group, mine.rank, 'rank ' .. mine.rank .. ' left')
   return answer(true)
@@ -131,8 +145,10 @@ for i = 6, #ARGV, 2 do
     local under_way = active(g) and round_of(g) == round
     -- needed while this rank reads, and while the others of its group do
     if target and (done(g, mine.rank) < round or under_way) then
-      kept = lease_live(target, lease_name(g, round))
-      if kept then renew_lease(target, lease_name(g, round), lease_ttl) end
+      local lives = lease_live(target, lease_name(g, round))
+      if lives then renew_lease(target, lease_name(g, round), lease_ttl) end
+      -- what it has read whole is its own: it needs no lease any more
+      kept = lives or staged(g, mine.rank) == round
     else
       kept = true  -- no lease was needed, or it is needed no more
     end

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from weightdepot.store.index.scripts import PRELUDE, REMEMBERED
+from weightdepot.store.index.scripts_groups import GROUPS
 
-# ARGV: 3 version, 4 rank, 5 session, 6 tiling, 7 incarnation that the tiling is for, 8 seal_timeout (s)
-# value: Grant. Waits for: ranks, open-version, slot.
+# ARGV: 3 version, 4 rank, 5 session, 6 tiling, 7 incarnation that the tiling is for, 8 seal_timeout (s),
+# 9 "1" if it is read in place and needs no slot
+# value: Grant. Waits for: ranks, open-version, lag, slot.
 OPEN_VERSION = (
-    PRELUDE
+    GROUPS
     + f"local REMEMBERED = {REMEMBERED}\n"
     + """
 local v, rank, session, tiling = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5], ARGV[6]
+local in_place = ARGV[9] == '1'
 if not exists() then return unknown_model() end
 local holder = call('HGET', PRODUCERS, rank)
 if holder ~= session then return not_holder(rank, 'the producers', session, holder) end
@@ -24,11 +27,16 @@ end
 
 abort_overdue()
 local world_size, latest, highest = tonumber(meta('world_size')), num(meta('latest')), num(meta('highest'))
+local kept = window()
 local function grant()
   call('SADD', P .. 'granted:' .. v, rank)
-  local sessions, keep = {}, {}
+  local sessions, keep, slots = {}, {}, {}
+  for slot = 0, kept - 1 do slots[#slots + 1] = slot end
   for _, old in ipairs(all_versions()) do
-    local state = state_of(old)
+    local state, slot = state_of(old), tonumber(vget(old, 'slot'))
+    if slot >= kept and (state == 'open' or state == 'ready' or state == 'retired' or #leases(old) > 0) then
+      slots[#slots + 1] = slot
+    end
     -- of a freed version too, while somebody may still read the parts whose producers did not leave
     if state == 'ready' or state == 'retired' or (state == 'freed' and #leases(old) > 0) then
       local s = call('HGET', P .. 'expect:' .. old, rank)
@@ -39,7 +47,8 @@ local function grant()
     end
   end
   return answer({version = v, slot = tonumber(vget(v, 'slot')), tiling = vget(v, 'tiling'),
-    incarnation = incarnation, keep_sessions = some(keep)})
+    incarnation = incarnation, keep_sessions = some(keep), attempt = vget(v, 'attempt'),
+    policy = policy_view(), slots = some(slots)})
 end
 
 local open = num(meta('open'))
@@ -80,9 +89,35 @@ if open then
     ', which ' .. ranks_text(pending) .. ' did not seal yet', {version = open, pending = pending})
 end
 
+local policy = policy_view()
+if policy.mode == 'bounded' then
+  local late, lags = {}, {}
+  for _, g in ipairs(call('SMEMBERS', P .. 'groups')) do
+    local lag = lag_of(g)
+    if lag > policy.max_lag and live(g) then
+      lags[g] = lag
+      late[#late + 1] = 'group ' .. g .. ' by ' .. lag
+    end
+  end
+  if #late > 0 then
+    table.sort(late)
+    local hold = held_at()
+    return wait('lag', 'version ' .. v .. ' of model ' .. MODEL .. ' waits for ' ..
+      table.concat(late, ', ') .. ', which lag more than ' .. policy.max_lag .. ' version(s) behind' ..
+      (hold and '; the model is held at version ' .. hold or ''),
+      {groups = lags, max_lag = policy.max_lag, held = hold})
+  end
+end
+
 -- A slot is free if no living version has it, and nobody may still be reading it: a version whose producer
--- left is freed at once, though readers of its other ranks hold a lease.
-local retention = tonumber(meta('retention'))
+-- left is freed at once, though readers of its other ranks hold a lease. What is protected has its slot
+-- besides those that rotate, so that pins never keep a trainer waiting.
+local safe = protected()
+local limit = kept
+for other in pairs(safe) do
+  local state = state_of(other)
+  if (state == 'ready' or state == 'retired') and vget(other, 'live') ~= '1' then limit = limit + 1 end
+end
 local function free_slot()
   local used = {}
   for _, other in ipairs(all_versions()) do
@@ -91,18 +126,24 @@ local function free_slot()
       used[tonumber(vget(other, 'slot'))] = true
     end
   end
-  for slot = 0, retention - 1 do
+  for slot = 0, limit - 1 do
     if not used[slot] then return slot end
   end
 end
-free_idle()
-local slot = free_slot()
-if not slot then
-  local ready = in_state('ready')
-  for i = 1, #ready - (retention - 1) do
+local function retire_old()
+  local ready = {}
+  for _, other in ipairs(in_state('ready')) do
+    if not safe[other] and vget(other, 'live') ~= '1' then ready[#ready + 1] = other end
+  end
+  for i = 1, #ready - (kept - 1) do
     call('HSET', P .. 'version:' .. ready[i], 'state', 'retired')
     emit('retired', ready[i])
   end
+end
+free_idle()
+local slot = in_place and -1 or free_slot()
+if not slot then
+  retire_old()
   free_idle()
   slot = free_slot()
 end
@@ -113,9 +154,9 @@ if not slot then
     if #lessees > 0 then versions[#versions + 1] = other end
     for _, lease in ipairs(lessees) do holders[#holders + 1] = lease end
   end
-  return wait('slot', 'version ' .. v .. ' of model ' .. MODEL .. ' waits for one of ' .. retention ..
+  return wait('slot', 'version ' .. v .. ' of model ' .. MODEL .. ' waits for one of ' .. limit ..
     ' slots: old versions ' .. table.concat(versions, ', ') .. ' are leased by (group/round) ' ..
-    table.concat(holders, ', '), {versions = versions, holders = holders, retention = retention})
+    table.concat(holders, ', '), {versions = versions, holders = holders, retention = kept})
 end
 
 forget(REMEMBERED)
@@ -123,7 +164,8 @@ erase(v)  -- an aborted attempt at the same step
 call('ZADD', VERSIONS, v, v)
 call('HSET', P .. 'version:' .. v, 'state', 'open', 'slot', slot, 'tiling', tiling,
   'incarnation', incarnation, 'world_size', world_size, 'opened', stamp(NOW),
-  'deadline', stamp(NOW + tonumber(ARGV[8])), 'nbytes', 0)
+  'deadline', stamp(NOW + tonumber(ARGV[8])), 'nbytes', 0, 'live', in_place and '1' or '0',
+  'attempt', string.format('%d-%s', incarnation, stamp(NOW)))
 for r = 0, world_size - 1 do call('HSET', P .. 'expect:' .. v, r, call('HGET', PRODUCERS, r)) end
 call('HSET', META, 'open', v)
 emit('open', v)
@@ -172,6 +214,7 @@ if call('HLEN', P .. 'parts:' .. v) == tonumber(vget(v, 'world_size')) then
   call('HSET', P .. 'version:' .. v, 'state', 'ready', 'ready', stamp(NOW))
   call('HDEL', META, 'open')
   call('HSET', META, 'latest', v, 'highest', v)
+  published(v)
   emit('ready', v)
 else
   emit('sealed', v)

@@ -8,12 +8,16 @@ import msgspec
 
 from weightdepot.store.errors import VersionGone, WeightDepotError, from_problem
 from weightdepot.store.index.records import (
+    Applied,
+    Convergence,
     Event,
     Group,
     GroupState,
     Member,
+    Mode,
     Model,
     Part,
+    Policy,
     Process,
     Round,
     RoundStatus,
@@ -68,6 +72,10 @@ class VersionWire(msgspec.Struct):
     reason: str = ""
     sealed: list[int] = []
     leases: list[str] = []
+    attempt: str = ""
+    live: bool = False
+    pinned: bool = False
+    tags: list[str] = []
 
     def record(self, model: str) -> Version:
         sealed = set(self.sealed)
@@ -86,6 +94,10 @@ class VersionWire(msgspec.Struct):
             nbytes=self.nbytes,
             reason=self.reason,
             leases=tuple(sorted(self.leases)),
+            attempt=self.attempt,
+            live=self.live,
+            pinned=self.pinned,
+            tags=tuple(sorted(self.tags)),
         )
 
 
@@ -103,6 +115,8 @@ class MemberWire(msgspec.Struct):
     layout: str
     expires_in: float
     held: int | None = None
+    staged: int | None = None
+    stats: str = "{}"  # JSON, as the member sent it
 
     def record(self) -> Member:
         info = msgspec.json.decode(self.info, type=_Info)
@@ -115,7 +129,17 @@ class MemberWire(msgspec.Struct):
             alive=self.expires_in > 0,
             expires_in=self.expires_in,
             version=self.held,
+            staged=self.staged,
+            stats=msgspec.json.decode(self.stats),
         )
+
+
+class PolicyWire(msgspec.Struct):
+    mode: Mode
+    max_lag: int
+
+    def record(self) -> Policy:
+        return Policy(self.mode, self.max_lag)
 
 
 class ModelWire(msgspec.Struct):
@@ -123,6 +147,10 @@ class ModelWire(msgspec.Struct):
     world_size: int
     retention: int
     latest: int | None = None
+    highest: int | None = None
+    hold: int | None = None
+    policy: PolicyWire | None = None
+    tags: list[str] = []  # name, version, name, version...
     producers: list[MemberWire] = []
     versions: list[VersionWire] = []
 
@@ -135,6 +163,11 @@ class ModelWire(msgspec.Struct):
             latest=self.latest,
             producers=tuple(m.record() for m in self.producers),
             versions=tuple(v.record(model) for v in self.versions),
+            highest=self.highest,
+            current=self.latest if self.hold is None else self.hold,
+            held=self.hold is not None,
+            policy=self.policy.record() if self.policy else Policy(),
+            tags=dict(sorted(zip(self.tags[::2], map(int, self.tags[1::2]), strict=True))),
         )
 
 
@@ -148,6 +181,10 @@ class GroupWire(msgspec.Struct):
     members: list[MemberWire] = []
     pending: list[int] = []
     error: str = ""
+    live: bool = False
+    last: int | None = None
+    lag: int = 0
+    leased: list[int] = []
 
     def record(self, model: str) -> Group:
         joined = {m.rank for m in self.members}
@@ -163,6 +200,10 @@ class GroupWire(msgspec.Struct):
             missing=tuple(r for r in range(self.world_size) if r not in joined),
             pending=tuple(self.pending),
             error=self.error,
+            live=self.live,
+            last=self.last,
+            lag=self.lag,
+            leased=tuple(self.leased),
         )
 
 
@@ -208,6 +249,35 @@ class HeartbeatWire(msgspec.Struct):
 
 class SweepWire(msgspec.Struct):
     done: list[str] = []
+
+
+class AnnouncedWire(msgspec.Struct):
+    ready: list[int] = []
+
+
+class AppliedWire(msgspec.Struct):
+    version: int
+    state: VersionState
+    applied: list[str] = []
+    pending: list[str] = []
+    held: int | None = None
+
+    def record(self) -> Applied:
+        applied, pending = tuple(sorted(self.applied)), tuple(sorted(self.pending))
+        return Applied(self.version, self.state, applied, pending, self.held)
+
+
+class ConvergenceWire(msgspec.Struct):
+    held: bool
+    current: int | None = None
+    at: list[str] = []
+    behind: list[str] = []
+    absent: list[str] = []
+
+    def record(self, model: str) -> Convergence:
+        at, behind, absent = (tuple(sorted(names)) for names in (self.at, self.behind, self.absent))
+        converged = self.current is not None and bool(at) and not behind
+        return Convergence(model, self.current, self.held, converged, at, behind, absent)
 
 
 def no_digests(version: Version, ranks: list[int]) -> WeightDepotError:

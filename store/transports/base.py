@@ -44,13 +44,16 @@ class Source(ABC):
     """
 
     transport: str
-    """What is really in use: "shm", "mooncake/tcp", "mooncake/rdma", "memory"."""
+    """What is really in use: "shm", "tcp", "mooncake/tcp", "mooncake/rdma", "memory"."""
 
     peer: str
     """Where the bytes come from, for messages."""
 
     nbytes: int
     """How much of the segment may be read."""
+
+    remote: bool = True
+    """Whether the bytes come over a network, so that several sources are better read at the same time."""
 
     @abstractmethod
     def fetch(self, ranges: Sequence[Range], deadline: float) -> Iterator[tuple[int, torch.Tensor]]:

@@ -81,6 +81,7 @@ class _FaultySource(Source):
         self.transport = inner.transport
         self.peer = inner.peer
         self.nbytes = inner.nbytes
+        self.remote = inner.remote
 
     def fetch(self, ranges: Sequence[Range], deadline: float) -> Iterator[tuple[int, torch.Tensor]]:
         for done, (index, memory) in enumerate(self._inner.fetch(ranges, deadline)):

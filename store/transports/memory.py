@@ -65,6 +65,7 @@ class MemoryTransport(Transport):
 
 class _MemorySource(Source):
     transport = "memory"
+    remote = False
 
     def __init__(self, hub: MemoryHub, key: str, nbytes: int) -> None:
         self._hub = hub

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from typing_extensions import Self
 
@@ -13,17 +14,25 @@ from weightdepot.store.errors import InvalidRequest, SourceLost, TransportUnavai
 from weightdepot.store.hosts import SHM_DIRECTORY
 from weightdepot.store.segments import Segment
 from weightdepot.store.transports.base import Source, Transport
+from weightdepot.store.transports.mooncake.engines import rdma_devices
 from weightdepot.store.transports.mooncake.transport import MooncakeTransport
 from weightdepot.store.transports.shm import ShmTransport
+from weightdepot.store.transports.tcp.transport import TcpTransport
 
-Allowed = Literal["auto", "shm", "mooncake"]
+_TELLING = 1 << 20  # bytes; less says more about the calls than about the transport
+
+Allowed = Literal["auto", "shm", "tcp", "mooncake"]
 
 
 class Transports:
-    """All transports that this process may use, best first: `shm`, then `mooncake`.
+    """All transports that this process may use, best first: `shm`; `mooncake` where there is RDMA; `tcp`.
+
+    Over TCP plain sockets carry nearly twice what the engine does (docs/performance.md), so that it is used
+    there only where it is asked for by name.
 
     allowed: "auto", or the name of the only one to use.
-    host, protocol: see `MooncakeTransport`. directory: see `ShmTransport`.
+    host: the address that peers reach this machine at.
+    protocol: see `MooncakeTransport`. directory: see `ShmTransport`.
     transports: use these instead, in this order (tests, wrappers).
 
     Used as the transports are: `serve`, `reach`, `withdraw`, `close`, from several threads.
@@ -39,23 +48,30 @@ class Transports:
         transports: Sequence[Transport] | None = None,
     ) -> None:
         self.allowed = allowed
+        self._lock = threading.Lock()
+        self._rates: dict[str, float] = {}  # bytes a second, by what was really in use
         self.unavailable: dict[str, str] = {}
         """Why a transport that was tried is not in use here: its name -> the reason."""
         if transports is not None:
             self._all = list(transports)
             return
-        if allowed not in ("auto", "shm", "mooncake"):
-            raise InvalidRequest(f'no such transport: {allowed!r} (one of "auto", "shm", "mooncake")')
+        if allowed not in get_args(Allowed):
+            one_of = ", ".join(f'"{name}"' for name in get_args(Allowed))
+            raise InvalidRequest(f"no such transport: {allowed!r} (one of {one_of})")
         self._all = []
         if allowed in ("auto", "shm"):
             self._all.append(ShmTransport(directory))
-        if allowed in ("auto", "mooncake"):
+        if allowed == "auto" and protocol == "auto" and not rdma_devices():
+            self.unavailable["mooncake"] = "no RDMA device is here, and over TCP plain sockets are faster"
+        elif allowed in ("auto", "mooncake"):
             try:
                 self._all.append(MooncakeTransport(host=host, protocol=protocol))
             except TransportUnavailable as error:
                 if allowed == "mooncake":
                     raise
                 self.unavailable["mooncake"] = error.message
+        if allowed in ("auto", "tcp"):
+            self._all.append(TcpTransport(host=host))
 
     def serve(self, segment: Segment) -> dict[str, dict[str, Any]]:
         """Name of each transport that works here -> its endpoint.
@@ -104,6 +120,21 @@ class Transports:
         if lost:
             raise SourceLost(text, reasons=reasons)
         raise TransportUnavailable(text, reasons=reasons)
+
+    def observed(self, transport: str, nbytes: int, seconds: float) -> None:
+        """What a read from one source took: later ones are predicted from it."""
+        if nbytes >= _TELLING and seconds > 0:
+            with self._lock:
+                before = self._rates.get(transport)
+                rate = nbytes / seconds
+                self._rates[transport] = rate if before is None else (before + rate) / 2
+
+    def predict(self, transport: str, nbytes: int) -> float | None:
+        """Seconds that so many bytes from one source will take, judged by earlier reads over this transport
+        (the last ones count most); None while there was none."""
+        with self._lock:
+            rate = self._rates.get(transport)
+        return None if rate is None else nbytes / rate
 
     def close(self) -> None:
         for transport in self._all:

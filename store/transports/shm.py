@@ -104,6 +104,7 @@ class ShmTransport(Transport):
 
 class _ShmSource(Source):
     transport = "shm"
+    remote = False
 
     def __init__(self, owner: ShmTransport, mapping: MappedSegment, nbytes: int) -> None:
         self._owner = owner

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from weightdepot.api.cli import app
 from weightdepot.api.client import ControllerClient
 
-from .helpers import Trainer, join_group
+from .helpers import PROCESS, Trainer, join_group
 
 
 def command(*arguments: str, controller: str | None = None) -> Result:
@@ -33,13 +33,16 @@ def test_status_shows_who_holds_what_and_what_is_stuck(
     shown = command("status", model, controller=controller)
     assert shown.exit_code == 0
     assert model in shown.stdout
-    assert "latest 3; 2 of 2 producers alive" in shown.stdout
+    assert "latest 3; async; 2 of 2 producers alive" in shown.stdout
     (line,) = [line for line in shown.stdout.splitlines() if line.startswith("rollout")]
-    assert line.split()[:6] == ["rollout", "0", "whole", "1", "2", "yes"]
+    assert line.split()[:5] == ["rollout", "whole", "1", "1", "1/1"]
+    assert max(map(len, shown.stdout.splitlines())) <= 100
+    ranks = command("status", model, "--ranks", controller=controller).stdout
+    assert f"{PROCESS.pid} at {PROCESS.host}" in ranks
     assert "! version 4 is open: ranks 0, 1 not sealed yet" in shown.stdout
     plain = json.loads(command("status", model, "--json", controller=controller).stdout)
     (found,) = plain["models"]
-    assert found["groups"][0]["lag"] == found["groups"][0]["members"][0]["lag"] == 2
+    assert found["groups"][0]["lag"] == 1, "one version was published since"
     assert found["troubles"] == ["version 4 is open: ranks 0, 1 not sealed yet"]
     everything = json.loads(command("status", "--json", controller=controller).stdout)
     assert model in {m["name"] for m in everything["models"]}
@@ -102,7 +105,7 @@ def test_wrong_use_exits_with_2(arguments: list[str]) -> None:
 
 
 def test_a_controller_that_is_not_there_is_said_with_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightdepot.api.cli.ANSWER_TIMEOUT", 0.2)
+    monkeypatch.setattr("weightdepot.api.cli_common.ANSWER_TIMEOUT", 0.2)
     shown = command("status", "--controller", "http://127.0.0.1:9")
     assert shown.exit_code == 1
     assert shown.stderr.startswith("weightdepot: no weightdepot controller answers at http://127.0.0.1:9")

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from weightdepot.api import exchange, schemas
+from weightdepot.api import exchange
 from weightdepot.api.client import ControllerClient
 from weightdepot.api.exchange import ExchangeTimeouts
+from weightdepot.api.schemas import answers, requests
 from weightdepot.api.settings import Settings
 from weightdepot.store.errors import (
     ControllerUnavailable,
@@ -70,10 +71,13 @@ def test_every_record_is_mirrored_by_its_schema() -> None:
     """Else an answer would lack a field that the client wants."""
     for name in (
         "Process", "Member", "Part", "Version", "Model", "Group", "Joined", "Grant", "Wait", "Round",
-        "RoundStatus", "Heartbeat",
+        "RoundStatus", "Heartbeat", "Policy", "Applied", "Convergence",
     ):  # fmt: skip
         record = {field.name for field in dataclasses.fields(getattr(records, name))}
-        assert set(getattr(schemas, name).model_fields) == record, name
+        assert set(getattr(answers, name).model_fields) == record, name
+    assert set(answers.Event.model_fields) == set(records.Event._fields)
+    for body, sent in ((requests.HeldIn, records.Held), (requests.PartIn, records.Part)):
+        assert set(body.model_fields) == {field.name for field in dataclasses.fields(sent)}
 
 
 def test_refusals_come_as_the_classes_that_the_controller_names(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weightdepot.api import schemas
 from weightdepot.api.app import create_app
+from weightdepot.api.schemas import answers, requests
 from weightdepot.api.settings import Settings
 
 SCHEMA: dict[str, Any] = create_app(Settings()).openapi()
@@ -60,12 +60,14 @@ def test_failures_are_described_as_problems_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        schemas.ProducerIn, schemas.ConsumerIn, schemas.LayoutChange, schemas.HeartbeatIn, schemas.OpenIn,
-        schemas.AbortIn, schemas.LostIn, schemas.RoundIn, schemas.FinishIn, schemas.Problem,
+        requests.ProducerIn, requests.ConsumerIn, requests.LayoutChange, requests.HeartbeatIn,
+        requests.OpenIn, requests.SealIn, requests.EndIn, requests.LostIn, requests.RoundIn,
+        requests.FinishIn, requests.StagedIn, requests.PolicyIn, requests.VersionIn, requests.AnnounceIn,
+        answers.Problem,
     ],
     ids=lambda model: model.__name__,
 )  # fmt: skip
-def test_the_examples_of_bodies_are_valid(model: type[schemas.Problem]) -> None:
+def test_the_examples_of_bodies_are_valid(model: type[answers.Problem]) -> None:
     for example in model.model_json_schema()["examples"]:
         model.model_validate(example)
 

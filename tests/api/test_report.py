@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from weightdepot.api.report import ranks_text, report_on
 from weightdepot.store.index.records import (
     Group,
     GroupState,
     Member,
+    Mode,
     Model,
+    Policy,
     Process,
     Version,
     VersionState,
@@ -40,7 +43,6 @@ GROUP = Group("m", "g", 2, GroupState.WHOLE, 1, None, 1, (member(0, version=1), 
 def test_where_all_is_well_nothing_is_said() -> None:
     report = report_on(model(version(1, VersionState.READY), version(2, VersionState.READY)), [GROUP])
     assert report.troubles == ()
-    assert (report.lag(1), report.lag(2), report.lag(None)) == (1, 0, None)
 
 
 def test_missing_and_silent_producers_are_named() -> None:
@@ -72,6 +74,31 @@ def test_groups_that_are_half_way_stuck_or_short_are_named() -> None:
     assert troubles[0] == ("group g is half-way and must not serve: rank 1: bad digest",)
     assert troubles[1] == ("group g moves to version 2: rank 1 not done yet",)
     assert len(troubles[2]) == 2
+
+
+def test_who_holds_the_trainer_up_is_named_in_the_modes_in_which_somebody_does() -> None:
+    ready = [version(number, VersionState.READY) for number in (1, 2, 3)]
+    behind = dataclasses.replace(GROUP, live=True, last=1, lag=2)
+
+    def troubles(policy: Policy, group: Group = behind, **changes: Any) -> tuple[str, ...]:
+        return report_on(dataclasses.replace(model(*ready), policy=policy, **changes), [group]).troubles
+
+    (named,) = troubles(Policy(Mode.BOUNDED, 1))
+    assert named == "group g is 2 versions behind (max_lag 1): publishing waits for it"
+    assert troubles(Policy(Mode.SYNC)) == ("group g is 2 versions behind: publishing waits for it",)
+    assert troubles(Policy(Mode.ASYNC)) == ()
+    assert troubles(Policy(Mode.BOUNDED, 2)) == ()
+    assert troubles(Policy(Mode.BOUNDED, 1), dataclasses.replace(behind, live=False)) == ()
+    (held,) = troubles(Policy(Mode.BOUNDED, 1), current=1, held=True)
+    assert "held at 1" in held
+
+
+def test_pinned_versions_take_no_slot_of_the_others() -> None:
+    read = version(1, VersionState.READY, leases=("g/7",))
+    newest = version(3, VersionState.READY)
+    assert report_on(model(read, newest), []).troubles
+    for kept in ({"pinned": True}, {"tags": ("best",)}):
+        assert report_on(model(dataclasses.replace(read, **kept), newest), []).troubles == ()
 
 
 def test_many_ranks_are_counted() -> None:

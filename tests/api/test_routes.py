@@ -237,7 +237,7 @@ async def test_digests_that_changed_on_their_way_are_refused(http: httpx.AsyncCl
     await join(http)
     await open_version(http, 1)
     response = await http.post(f"{MODEL}/versions/1/parts/0", json=seal_body(digests="0" * 32))
-    problem(response, 502, "integrity")
+    problem(response, 422, "integrity")
 
 
 async def test_a_producer_waits_for_the_ranks_that_are_missing(http: httpx.AsyncClient) -> None:
@@ -324,7 +324,7 @@ async def test_a_long_poll_ends_when_its_time_is_up_and_says_what_is_missing(htt
     begun = time.monotonic()
     response = await http.get(f"{MODEL}/versions/latest", params={"wait": 0.3})
     assert 0.25 < time.monotonic() - begun < 2
-    body = problem(response, 504, "wait-timeout")
+    body = problem(response, 404, "wait-timeout")
     assert "nothing is ready" in body["detail"]
     assert body["details"]["reason"] == "version"
 
@@ -335,7 +335,7 @@ async def test_a_long_poll_ends_when_its_time_is_up_and_says_what_is_missing(htt
 async def test_the_manifest_is_there_once_all_ranks_are(http: httpx.AsyncClient) -> None:
     problem(await http.get(f"{MODEL}/manifest"), 404, "unknown-model")
     await join(http, 0, world_size=2)
-    body = problem(await http.get(f"{MODEL}/manifest", params={"wait": 0.05}), 504, "wait-timeout")
+    body = problem(await http.get(f"{MODEL}/manifest", params={"wait": 0.05}), 404, "wait-timeout")
     assert body["details"]["missing"] == [1]
     reading = asyncio.create_task(http.get(f"{MODEL}/manifest", params={"wait": 10}))
     await join(http, 1, world_size=2)

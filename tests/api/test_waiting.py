@@ -138,13 +138,13 @@ async def test_a_broken_subscription_is_begun_again_and_everybody_looks() -> Non
     subscribed = Event("", "subscribed", None)
     source = Source([subscribed, IndexUnavailable("cut")], [subscribed])
     waiters, looks = Waiters(recheck=30), Looks()
-    forgotten: list[int] = []
+    heard: list[Event] = []
     waiting = asyncio.create_task(waiters.until("m", looks, wait=5))
     await asyncio.sleep(0.01)
-    listening = asyncio.create_task(waiters.listen(source, lambda: forgotten.append(1)))
+    listening = asyncio.create_task(waiters.listen(source, heard.append))
     await asyncio.sleep(0.05)
     looks.answer = "there"  # while the connection is broken: no event tells
     assert await asyncio.wait_for(waiting, 1) == "there"
     assert source.subscribed == 2
-    assert len(forgotten) == 2
+    assert heard == [subscribed, subscribed]
     listening.cancel()

@@ -105,7 +105,7 @@ def test_the_result_of_every_update_is_the_loaders_own(controller: str) -> None:
         kept.clear()
         for version in (1, 2, 3):
             weights = renew(published, 100 * version)
-            producer.publish(version)
+            producer.publish(version, wait="ready")
             if version == 3:
                 assert consumer.prefetch().result(20) == 3
             assert consumer.update() == version
@@ -122,13 +122,13 @@ def test_what_a_loader_keeps_or_changes_is_its_own(controller: str) -> None:
     kept: list[Tensor] = []
     with exchange(controller, params, lambda w: load(params, w, kept), published) as (producer, consumer):
         renew(published, 1)
-        producer.publish(1)
+        producer.publish(1, wait="ready")
         consumer.update()
         real = [t for t in kept if t.device.type == "cpu"]
         assert len(real) == 3
         before = [t.clone() for t in real]
         weights = renew(published, 2)
-        producer.publish(2)
+        producer.publish(2, wait="ready")
         consumer.update()
         assert all(same_bits(a, b) for a, b in zip(real, before, strict=True))
         for t in kept:
@@ -136,7 +136,7 @@ def test_what_a_loader_keeps_or_changes_is_its_own(controller: str) -> None:
                 t.fill_(float("nan"))
         check(params, weights)
         weights = renew(published, 3)
-        producer.publish(3)
+        producer.publish(3, wait="ready")
         consumer.update()
         check(params, weights)
 
@@ -156,7 +156,7 @@ def test_a_modules_loader_goes_through_its_live_parameters(controller: str) -> N
     published = {"norm.weight": filled((3, 4), torch.float32, 1), "norm.bias": filled((3,), torch.float32, 2)}
     weight = module.norm.weight
     with exchange(controller, module, module.load_weights, published) as (producer, consumer):
-        producer.publish(1)
+        producer.publish(1, wait="ready")
         consumer.update()
     assert module.norm.weight is weight
     assert same_bits(weight.detach(), published["norm.weight"] * published["norm.weight"].abs().sum())
@@ -175,7 +175,7 @@ def test_a_loader_that_fails_in_an_update_is_named_and_the_next_update_mends_it(
 
     with exchange(controller, params, failing, published) as (producer, consumer):
         renew(published, 5)
-        producer.publish(1)
+        producer.publish(1, wait="ready")
         consumer.prepare()
         broken[0] = True
         with pytest.raises(LayoutError, match="A_log: ArithmeticError: no logarithm today"):
@@ -183,7 +183,7 @@ def test_a_loader_that_fails_in_an_update_is_named_and_the_next_update_mends_it(
         assert consumer.version is None
         broken[0] = False
         weights = renew(published, 6)
-        producer.publish(2)
+        producer.publish(2, wait="ready")
         assert consumer.update() == 2
         check(params, weights)
 

@@ -50,7 +50,7 @@ def test_merged_weights_are_those_of_merge_and_unload_and_the_base_is_as_before(
     with Producer(controller, model="peft-merged", weights=peft_merged(tuned)) as producer:
         for version in (1, 2):
             tuned.merge_adapter()
-            producer.publish(version)
+            producer.publish(version, wait="ready")
             tuned.unmerge_adapter()
             expected = lora_of(qwen3()).merge_and_unload().state_dict()
             assert {t.name for t in producer.layout.tensors} == set(expected)
@@ -58,10 +58,10 @@ def test_merged_weights_are_those_of_merge_and_unload_and_the_base_is_as_before(
             if version == 1:
                 assert different(got, expected) == []
         with pytest.raises(InvalidRequest, match=r"not merged in 2 layers .*call model.merge_adapter"):
-            producer.publish(3)
+            producer.publish(3, wait="ready")
         # nothing was made visible, and the next one is
         tuned.merge_adapter()
-        producer.publish(3)
+        producer.publish(3, wait="ready")
     tuned.unmerge_adapter()
     for n, p in tuned.named_parameters():
         torch.testing.assert_close(p, before[n])
@@ -138,7 +138,7 @@ def test_an_adapter_has_the_names_and_bytes_that_peft_saves(
     assert any("lora_" in n for n in expected)
     name = f"adapter-{abs(hash(str(changes)))}"
     with Producer(controller, model=name, weights=peft_adapter(tuned, "policy")) as producer:
-        producer.publish(1)
+        producer.publish(1, wait="ready")
         assert {t.name for t in producer.layout.tensors} == set(expected)
         assert different(pulled(controller, name, expected), expected) == []
 

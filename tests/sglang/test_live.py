@@ -75,7 +75,7 @@ def publish(producer: Producer, weights: dict[str, torch.Tensor], version: int) 
     new = changed(weights, version)
     for name, tensor in weights.items():
         tensor.copy_(new[name])
-    producer.publish(version)
+    producer.publish(version, wait="ready")
     return new
 
 
@@ -228,6 +228,27 @@ def test_an_update_flushes_the_caches_and_becomes_sglangs_weight_version(
         assert engine.flushed == version
     engine.call("weightdepot_update")  # nothing newer
     assert engine.flushed == 2
+    engine.call("weightdepot_update", version=1)  # an older one
+    assert runtime_context.get_serving().weight_version == "1"
+    engine.call("weightdepot_update", max_lag=1)
+    assert engine.flushed == 3
+
+
+def test_an_engine_whose_caches_were_not_flushed_does_not_serve(
+    controller: str, engine: Scheduler, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, weights = trainer
+    engine.call("weightdepot_join", controller=controller, model=producer.model, prefetch=False, **BOUNDED)
+    publish(producer, weights, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "flush_cache", lambda self, empty_cache=True: False)
+        with pytest.raises(RuntimeError, match=r"did not flush.*stays paused"):
+            engine.call("weightdepot_update")
+    assert engine._engine_paused
+    engine.call("weightdepot_update")
+    assert not engine._engine_paused
+    assert engine.flushed == 1
+    assert runtime_context.get_serving().weight_version == "1"
 
 
 def test_an_update_away_from_a_safe_point_is_refused_and_changes_nothing(

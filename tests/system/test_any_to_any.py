@@ -75,7 +75,7 @@ def exchange(controller: str, transport: str, data: st.DataObject) -> None:
             checkpoint = renewed(checkpoint, data.draw(st.integers(0, 1 << 20)))
             for rank in producing:
                 load(rank, checkpoint)
-            together(*[lambda p=p, v=version: p.publish(v) for p in producers])
+            together(*[lambda p=p, v=version: p.publish(v, wait="ready") for p in producers])
             compare(members, checkpoint, version)
             for consumer, rank in members:
                 last = consumer.last
@@ -104,3 +104,9 @@ def test_any_layout_to_any_layout_over_shared_memory(controller: str, data: st.D
 @given(st.data())
 def test_any_layout_to_any_layout_over_mooncake(controller: str, data: st.DataObject) -> None:
     exchange(controller, "mooncake", data)
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[*HealthCheck])
+@given(st.data())
+def test_any_layout_to_any_layout_over_tcp(controller: str, data: st.DataObject) -> None:
+    exchange(controller, "tcp", data)

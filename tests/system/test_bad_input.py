@@ -88,7 +88,7 @@ def test_a_model_that_nobody_publishes_is_a_bounded_wait_that_says_so(controller
         with Within(FAST.update), pytest.raises((WaitTimeout, UnknownModel), match=model):
             reader.update()
         with producer(controller, model) as writer:
-            writer.publish(3)
+            writer.publish(3, wait="ready")
             assert reader.update() == 3
 
 
@@ -103,18 +103,18 @@ def test_a_rank_outside_its_world_is_refused(controller: str, model: str, rank: 
 def test_a_version_that_is_no_whole_number_is_refused(controller: str, model: str, version: object) -> None:
     with producer(controller, model) as writer:
         with pytest.raises(InvalidRequest, match="whole numbers"):
-            writer.publish(version)  # type: ignore[arg-type]
-        assert writer.publish(1).version == 1
+            writer.publish(version, wait="ready")  # type: ignore[arg-type]
+        assert writer.publish(1, wait="ready").version == 1
 
 
 def test_a_version_that_is_not_newer_is_refused_and_nothing_changes(controller: str, model: str) -> None:
     with producer(controller, model) as writer, consumer(controller, model) as reader:
-        writer.publish(5)
+        writer.publish(5, wait="ready")
         for old in (5, 4, 0):
             with pytest.raises(VersionNotNewer, match=model):
                 writer.publish(old)
         assert reader.update() == 5
-        writer.publish(6)
+        writer.publish(6, wait="ready")
         assert reader.update() == 6
 
 
@@ -131,14 +131,14 @@ def test_weights_that_do_not_fit_are_named_before_a_byte_moves(
 ) -> None:
     before = {name: t.clone() for name, t in held.items()}
     with producer(controller, model) as writer:
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         with consumer(controller, model, weights=held, group="wrong") as reader:
             with pytest.raises(LayoutError, match=reason) as caught:
                 reader.update()
             assert {f.tensor for f in caught.value.faults} <= held.keys()
             assert all(torch.equal(held[name], t) for name, t in before.items())
         with consumer(controller, model, group="right") as reader:
-            writer.publish(2)
+            writer.publish(2, wait="ready")
             assert reader.update() == 2
 
 
@@ -167,13 +167,13 @@ def test_weights_that_changed_their_form_are_refused_before_a_version_is_begun(
 ) -> None:
     held = weights(1.0)
     with producer(controller, model, weights=held) as writer, consumer(controller, model) as reader:
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         kept = held["a.weight"]
         held["a.weight"] = torch.zeros(9, 4)
         with pytest.raises(LayoutError, match=r"a\.weight"):
-            writer.publish(2)
+            writer.publish(2, wait="ready")
         held["a.weight"] = kept
-        writer.publish(2)
+        writer.publish(2, wait="ready")
         assert reader.update() == 2
 
 
@@ -187,7 +187,7 @@ def test_a_second_producer_with_the_same_rank_is_refused_and_the_first_goes_on(
             consumer(controller, model)
         with pytest.raises(MemberConflict, match="one of 2"):
             producer(controller, model, rank=1, world_size=2)
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         assert reader.update() == 1
 
 
@@ -211,7 +211,7 @@ def test_a_rank_that_never_seals_is_named_and_the_version_is_aborted(controller:
         with Within(FAST.publish), pytest.raises(PublishAborted, match=r"1"):
             first.publish(2, wait="ready")
         assert reader.update() == 1
-        together(lambda: first.publish(3, timeout=10), lambda: second.publish(3, timeout=10))
+        together(lambda: first.publish(3, timeout=10, wait="ready"), lambda: second.publish(3, timeout=10))
         assert reader.update() == 3
 
 
@@ -223,12 +223,12 @@ def test_a_store_whose_slots_are_leased_says_by_whom(controller: str, model: str
         consumer(controller, model, group="slow", rank=0, world_size=2, timeouts=slow) as rank0,
         consumer(controller, model, group="slow", rank=1, world_size=2, timeouts=slow),
     ):
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         with pytest.raises(StaleGroup, match="rank"):
             rank0.update(timeout=1)
-        writer.publish(2)
+        writer.publish(2, wait="ready")
         with Within(FAST.publish), pytest.raises(StoreFull, match="slow"):
-            writer.publish(3)
+            writer.publish(3, wait="ready")
 
 
 def test_a_dead_index_is_a_clear_error_and_all_goes_on_when_it_is_back(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_dead_index_is_a_clear_error_and_all_goes_on_when_it_is_back(tmp_path:
             producer(server.url, "policy", timeouts=QUICK) as writer,
             consumer(server.url, "policy", timeouts=QUICK) as reader,
         ):
-            writer.publish(1)
+            writer.publish(1, wait="ready")
             assert reader.update() == 1
             os.kill(index.pid, signal.SIGKILL)
             with Within(2), pytest.raises(IndexUnavailable):
@@ -251,7 +251,7 @@ def test_a_dead_index_is_a_clear_error_and_all_goes_on_when_it_is_back(tmp_path:
             index.stop()
             index = EmbeddedRedis(port=port, data_dir=tmp_path)
             index.start()
-            assert writer.publish(2).version == 2
+            assert writer.publish(2, wait="ready").version == 2
             assert reader.update(min_version=2) == 2
     finally:
         server.stop()
@@ -265,12 +265,12 @@ def test_a_transport_that_cannot_work_here_is_refused_by_name(controller: str, m
 
 def test_closing_twice_and_using_what_is_closed_are_both_harmless(controller: str, model: str) -> None:
     writer, reader = producer(controller, model), consumer(controller, model)
-    writer.publish(1)
+    writer.publish(1, wait="ready")
     for thing in (reader, writer):
         thing.close()
         thing.close()
     with pytest.raises(InvalidRequest, match="closed"):
-        writer.publish(2)
+        writer.publish(2, wait="ready")
     with pytest.raises(InvalidRequest, match="closed"):
         reader.update()
 
@@ -288,7 +288,7 @@ def test_weights_that_share_memory_are_refused_since_one_would_overwrite_the_oth
             consumer(controller, model, weights=held)
     apart = {"a": square[:, :3], "b": square[:, 3:]}
     with producer(controller, model, weights={n: torch.ones(4, 3) for n in apart}) as writer:
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         with consumer(controller, model, weights=apart) as reader:
             assert reader.update() == 1
     assert square.eq(1).all()
@@ -297,9 +297,9 @@ def test_weights_that_share_memory_are_refused_since_one_would_overwrite_the_oth
 def test_a_poll_without_time_leaves_the_weights_as_they_are(controller: str, model: str) -> None:
     held = weights()
     with producer(controller, model) as writer, consumer(controller, model, weights=held) as reader:
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         reader.update()
-        writer.publish(2)
+        writer.publish(2, wait="ready")
         with pytest.raises(WaitTimeout):
             reader.update(timeout=0)
         assert reader.version == 1
@@ -318,7 +318,7 @@ def test_a_slow_rank_does_not_cost_the_others_their_lease(controller: str, model
         consumer(controller, model, rank=0, world_size=2, timeouts=patient) as first,
         consumer(controller, model, rank=1, world_size=2, timeouts=patient) as second,
     ):
-        writer.publish(1)
+        writer.publish(1, wait="ready")
 
         def late() -> int:
             time.sleep(3)
@@ -327,30 +327,28 @@ def test_a_slow_rank_does_not_cost_the_others_their_lease(controller: str, model
         assert together(first.update, late) == [1, 1]
 
 
-def test_a_controller_that_forgot_everything_is_told_from_one_that_waits(model: str) -> None:
+def test_a_controller_that_forgot_everything_is_joined_anew_by_both_sides(model: str) -> None:
     server = Server("--port", "0")
     port = server.url.rsplit(":", 1)[1]
     try:
         with producer(server.url, model, timeouts=QUICK) as writer, consumer(server.url, model) as reader:
-            writer.publish(1)
+            writer.publish(1, wait="ready")
             assert reader.update() == 1
             server.kill()
             server = Server("--port", port)
-            with pytest.raises(UnknownModel, match="Make a new Consumer"):
-                reader.update()
-            with pytest.raises(UnknownModel, match="Make a new Producer"):
-                writer.publish(2)
+            writer.publish(2, wait="ready")
+            assert reader.update(min_version=2, timeout=20) == 2
     finally:
         server.stop()
 
 
 def test_a_restarted_trainer_resumes_past_versions_whose_memory_is_gone(controller: str, model: str) -> None:
     with producer(controller, model) as writer:
-        writer.publish(3)
+        writer.publish(3, wait="ready")
     with producer(controller, model) as writer:
         assert writer.latest is None
         assert writer.highest == 3
-        writer.publish(writer.highest + 1)
+        writer.publish(writer.highest + 1, wait="ready")
 
 
 def test_a_forked_child_can_neither_publish_nor_sign_off_for_its_parent(controller: str, model: str) -> None:
@@ -359,7 +357,7 @@ def test_a_forked_child_can_neither_publish_nor_sign_off_for_its_parent(controll
         if child == 0:
             code = 1
             try:
-                writer.publish(1)
+                writer.publish(1, wait="ready")
             except InvalidRequest:
                 reader.close()
                 writer.close()
@@ -367,5 +365,5 @@ def test_a_forked_child_can_neither_publish_nor_sign_off_for_its_parent(controll
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
-        writer.publish(1)
+        writer.publish(1, wait="ready")
         assert reader.update() == 1

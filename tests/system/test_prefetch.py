@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from weightdepot import Consumer, Producer
-from weightdepot.store.errors import InvalidRequest, WaitTimeout
+from weightdepot.api.client import ControllerClient
+from weightdepot.store.errors import InvalidRequest, StoreFull, WaitTimeout
 from weightdepot.store.geometry import Box
 from weightdepot.store.layout import LayoutBuilder
 from weightdepot.store.weights import Mapped
 
-from .harness import QUICK, eventually, together
+from .fleet import NBYTES, N, full, holds, publish, ranks, trainer
+from .harness import QUICK, Child, eventually, together
 
-N = 6
-
-
-def full(value: float) -> torch.Tensor:
-    return torch.full((8, N), float(value))
-
-
-@pytest.fixture
-def producer(controller: str, model: str) -> Iterator[Producer]:
-    with Producer(controller, model=model, weights={"w": full(0)}, timeouts=QUICK) as producer:
-        yield producer
-
-
-def publish(producer: Producer, version: int) -> None:
-    weights: Any = producer._weights
-    weights["w"].fill_(version)
-    producer.publish(version)
-
-
-@contextlib.contextmanager
-def ranks(controller: str, model: str, n: int, **options: Any) -> Iterator[list[Consumer]]:
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Consumer(
-                    controller, model=model, weights={"w": full(-1)}, rank=r, world_size=n,
-                    **{"timeouts": QUICK, **options},
-                )
-            )
-            for r in range(n)
-        ]  # fmt: skip
-
-
-def holds(consumer: Consumer) -> float:
-    weights: Any = consumer._weights
-    return float(weights["w"].unique().item())
+SHORT = replace(QUICK, member=1, lease=1)
 
 
 def test_what_is_prefetched_changes_nothing_until_apply_which_only_copies(
@@ -71,7 +40,7 @@ def test_what_is_prefetched_changes_nothing_until_apply_which_only_copies(
         last = consumer.last
         assert last is not None
         assert last.prefetched
-        assert (last.pull, last.needed, last.moved) == (0, 8 * N * 4, 8 * N * 4)
+        assert (last.pull, last.needed, last.moved) == (0, NBYTES, NBYTES)
         assert consumer.staged is None
         publish(producer, 4)
         assert consumer.update() == 4 == holds(consumer)
@@ -141,21 +110,21 @@ def test_a_round_that_another_rank_failed_leaves_the_weights_and_the_next_is_who
         with pytest.raises(RuntimeError, match="no"):
             two.update()
         assert two.version is None
-        two._install = lambda staged: None
+        two._updating.install = lambda staged: None
         assert together(one.apply, two.update) == [1, 1]
         assert one.last is not None
         assert not one.last.prefetched, "its round had failed"
         assert holds(one) == 1
 
 
-def test_the_lease_of_what_is_staged_is_kept_until_it_is_applied(
+def test_what_is_staged_can_be_applied_long_after_its_lease_would_have_ended(
     controller: str, model: str, producer: Producer
 ) -> None:
-    with ranks(controller, model, 1) as [consumer]:
+    with ranks(controller, model, 1, timeouts=SHORT) as [consumer]:
         first = consumer.prefetch()
         publish(producer, 1)
         assert first.result(20) == 1
-        time.sleep(1.5 * QUICK.lease)
+        time.sleep(2 * SHORT.lease)
         assert consumer.apply() == 1
         assert consumer.last is not None
         assert consumer.last.prefetched
@@ -214,12 +183,105 @@ def test_a_source_that_is_gone_fails_the_prefetch_and_the_next_apply_finds_its_o
     controller: str, model: str
 ) -> None:
     with ranks(controller, model, 1) as [consumer]:
-        with Producer(controller, model=model, weights={"w": full(0)}, timeouts=QUICK) as first:
+        with trainer(controller, model) as first:
             publish(first, 1)
             consumer.update()
         future = consumer.prefetch()
-        with Producer(controller, model=model, weights={"w": full(0)}, timeouts=QUICK) as second:
+        with trainer(controller, model) as second:
             publish(second, 2)
             assert future.result(20) == 2
             assert consumer.apply() == 2
         eventually(lambda: consumer.version == 2)
+
+
+def test_a_trainer_many_versions_ahead_does_not_wait_for_what_is_staged_and_not_applied(
+    controller: str, model: str, producer: Producer
+) -> None:
+    """Two slots, and an engine that comes to its safe point late."""
+    with ranks(controller, model, 2) as consumers, ControllerClient(controller) as client:
+        staged = [c.prefetch() for c in consumers]
+        publish(producer, 1)
+        assert [s.result(20) for s in staged] == [1, 1]
+        assert client.group(model, "rollout").leased == ()
+        assert [m.staged for m in client.group(model, "rollout").members] == [1, 1]
+        weights: Any = producer._weights
+        for version in range(2, 9):
+            weights["w"].fill_(version)
+            producer.publish(version, wait="ready", timeout=5)
+        assert together(*(c.apply for c in consumers)) == [1, 1]
+        assert [holds(c) for c in consumers] == [1, 1]
+        assert together(*(c.apply for c in consumers)) == [8, 8]
+
+
+def test_the_lease_is_kept_until_every_rank_has_staged(
+    controller: str, model: str, producer: Producer
+) -> None:
+    with (
+        ranks(controller, model, 2, timeouts=SHORT) as [one, two],
+        ControllerClient(controller) as client,
+    ):
+        first = one.prefetch()
+        publish(producer, 1)
+        assert first.result(20) == 1
+        assert client.group(model, "rollout").leased == (1,)
+        time.sleep(2 * SHORT.lease)  # the rank that waits renews it
+        publish(producer, 2)
+        with pytest.raises(StoreFull, match="rollout"):
+            producer.publish(3, timeout=0.5)
+        assert two.prefetch().result(20) == 1
+        assert client.group(model, "rollout").leased == ()
+        publish(producer, 4)
+        assert together(one.apply, two.apply) == [1, 1]
+
+
+def test_an_exact_version_can_be_prefetched_and_another_is_refused_until_it_is_applied(
+    controller: str, model: str, producer: Producer
+) -> None:
+    with ranks(controller, model, 1) as [consumer]:
+        publish(producer, 1, 2)
+        consumer.update()
+        waiting = consumer.prefetch()  # for a newer one
+        assert consumer.prefetch(version=1).result(20) == 1 == consumer.staged
+        assert waiting.cancelled()
+        assert consumer.prefetch(version=1).result(20) == 1
+        with pytest.raises(InvalidRequest, match="apply it first"):
+            consumer.prefetch(version=2)
+        assert consumer.apply() == 1 == holds(consumer)
+        assert consumer.prefetch(version=2).result(20) == 2
+        assert consumer.apply() == 2 == holds(consumer)
+
+
+def test_a_prefetch_waits_while_the_model_is_held_at_an_older_version(
+    controller: str, model: str, producer: Producer
+) -> None:
+    with ranks(controller, model, 1) as [consumer], ControllerClient(controller) as client:
+        publish(producer, 1, 2)
+        consumer.update()
+        client.hold(model, 1)
+        publish(producer, 3)
+        with pytest.raises(WaitTimeout):
+            consumer.prefetch(timeout=0.3).result(20)
+        assert consumer.update() == 1
+        waiting = consumer.prefetch()
+        client.release(model)
+        assert waiting.result(20) == 3
+        assert consumer.apply() == 3 == holds(consumer)
+
+
+def test_what_was_staged_is_good_though_nobody_renewed_its_lease_since(
+    start: Callable[..., Child], controller: str, model: str
+) -> None:
+    """A process stopped, after it had staged, for longer than leases and memberships live."""
+    producer, reader = start("producer"), start("consumer")
+    assert producer.ask("publish 1")["version"] == 1
+    assert reader.ask("update")["seen"] == 1
+    assert producer.ask("publish 2")["version"] == 2
+    assert reader.ask("prefetch")["version"] == 2
+    reader.signal(signal.SIGSTOP)
+    for version in (3, 4, 5, 6):
+        assert producer.ask(f"publish {version}")["version"] == version
+    time.sleep(1.2 * QUICK.lease)
+    reader.signal(signal.SIGCONT)
+    woken = reader.ask("apply")
+    assert woken.get("seen") in (2, 6), woken
+    assert reader.ask("update 6")["seen"] == 6

@@ -25,6 +25,7 @@ from weightdepot.store.transports.mooncake.engines import (
     EngineRefused,
     Protocol,
 )
+from weightdepot.store.transports.mooncake.process import AHEAD
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +50,20 @@ class Staging:
 
 
 class Lane:
-    """Two halves of staging: one is read into while the other is being emptied.
+    """Three parts of staging: two are read into while the third is being emptied.
 
     After an error of any kind the lane is of no more use, and its staging may still be written to: `kill` it.
     """
 
-    def __init__(self, host: str, protocol: Protocol, half_bytes: int) -> None:
-        self.half_bytes = half_bytes
-        self.engine = EngineProcess(host, protocol, half_bytes)
+    PARTS = AHEAD + 1
+
+    def __init__(self, host: str, protocol: Protocol, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
+        self.engine = EngineProcess(host, protocol, part_bytes)
         # Over TCP staging is not registered: what is registered, every peer may read and overwrite.
         self._register = protocol == "rdma"
         self._staging: Staging | None = None
-        self._waiting = False
+        self._due = 0  # answers
         self._touched = time.monotonic()
 
     def prepare(self, deadline: float) -> None:
@@ -68,8 +71,8 @@ class Lane:
         self._touched = time.monotonic()
         self.engine.hello(deadline)
         if self._staging is None:
-            # Each half is followed by room for the peer's card.
-            self._staging = self.stage(2 * (self.half_bytes + ALIGNMENT), deadline)
+            # Each part is followed by room for the peer's card.
+            self._staging = self.stage(self.PARTS * (self.part_bytes + ALIGNMENT), deadline)
 
     def stage(self, nbytes: int, deadline: float) -> Staging:
         return Staging(self.engine, nbytes, self._register, deadline)
@@ -77,34 +80,35 @@ class Lane:
     def unstage(self, staging: Staging, deadline: float) -> None:
         self.engine.call("unmap", deadline, address=staging.address)
 
-    def half(self, which: int) -> tuple[torch.Tensor, int]:
-        """A half with the room behind it: the memory, and its address in the engine's process."""
+    def part(self, which: int) -> tuple[torch.Tensor, int]:
+        """A part with the room behind it: the memory, and its address in the engine's process."""
         assert self._staging is not None, "prepare was not called"
-        size = self.half_bytes + ALIGNMENT
+        size = self.part_bytes + ALIGNMENT
         start = which * size
         return self._staging.tensor[start : start + size], self._staging.address + start
 
     def begin(self, session: str, base: int, entries: Sequence[Entry], address: int) -> None:
-        """Start reading: from `base` at the peer to `address` in the engine's process."""
+        """Start reading: from `base` at the peer to `address` in the engine's process. At most `AHEAD` reads
+        are under way at a time."""
         rows = [(address + e.staging, base + e.source, e.nbytes) for e in entries]
-        self._waiting = True
+        self._due += 1
         self._touched = time.monotonic()
         self.engine.send("read", session=session, entries=rows)
 
     def finish(self, deadline: float) -> int:
-        """Wait for what was begun; the engine's answer, 0 when everything has arrived.
+        """Wait for what was begun first; the engine's answer, 0 when everything has arrived.
 
         Raises EngineDied, EngineOverdue, EngineRefused.
         """
         result: int = self.engine.receive(deadline)
-        self._waiting = False
+        self._due -= 1
         self._touched = time.monotonic()
         return result
 
     @property
     def busy(self) -> bool:
         """Whether an answer is due: nothing else can be asked, and staging is being written to."""
-        return self._waiting
+        return self._due > 0
 
     @property
     def stalled(self) -> bool:
@@ -119,11 +123,11 @@ class LanePool:
     """At most `limit` lanes that make progress, and `hard_limit` in all."""
 
     def __init__(
-        self, host: str, protocol: Protocol, half_bytes: int, limit: int = 4, hard_limit: int = 16
+        self, host: str, protocol: Protocol, part_bytes: int, limit: int = 4, hard_limit: int = 16
     ) -> None:
         self.host = host
         self.protocol: Protocol = protocol
-        self.half_bytes = half_bytes
+        self.part_bytes = part_bytes
         self.limit = limit
         self.hard_limit = hard_limit
         self._idle: list[Lane] = []
@@ -228,4 +232,4 @@ class LanePool:
                 self._changed.wait(min(remaining, 0.25))
 
     def _new(self) -> Lane:
-        return Lane(self.host, self.protocol, self.half_bytes)
+        return Lane(self.host, self.protocol, self.part_bytes)

@@ -12,7 +12,8 @@ message is ours and says how the start went; each later one answers a request, {
     unmap   address                             null
     read    session, entries                    0, or what the engine answered instead
 
-An entry is [local address, address at the peer, bytes].
+An entry is [local address, address at the peer, bytes]. Up to `AHEAD` reads may be asked for before the first
+is answered; nothing else may be asked for while an answer to one is due.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ import ctypes
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE = 1 << 18  # bytes
 MAX_ENTRIES = 1000  # in one call; the engine refuses more than about 2,048
+AHEAD = 2  # reads under way at a time: with one, the wire is idle from its last byte to the next one's first
 
 INSTALL = (
     "pip install 'weightdepot[mooncake-cpu]' (weightdepot[mooncake] where CUDA is installed) and "
@@ -90,8 +94,10 @@ class Worker:
         # A peer that is still being answered from here gets an error: the kernel reads this memory, not we.
         _libc.munmap(address, nbytes)
 
-    def read(self, session: str, entries: list[list[int]]) -> int:
-        """Calls of bounded size, one after the other, so that the engine's own time-out fits each."""
+    def begin(self, session: str, entries: list[list[int]]) -> list[int]:
+        """The calls that were begun, 0 for one that the engine refused. Their size is bounded, so that the
+        engine's own time-out fits each."""
+        calls = []
         start = 0
         while start < len(entries):
             stop, nbytes = start, 0
@@ -101,11 +107,17 @@ class Worker:
                     break
                 stop += 1
             to, at, sizes = (list(column) for column in zip(*entries[start:stop], strict=True))
-            result: int = self.engine.batch_transfer_sync_read(session, to, at, sizes)
-            if result != 0:
-                return result
+            calls.append(int(self.engine.batch_transfer_async_read(session, to, at, sizes)))
+            if calls[-1] == 0:
+                break
             start = stop
-        return 0
+        return calls
+
+    def finish(self, calls: list[int]) -> int:
+        """Wait for them all: 0 when everything has arrived."""
+        if 0 in calls:  # to ask for the state of such a call would end the process
+            return -1
+        return int(self.engine.get_batch_transfer_status(calls)) if calls else 0
 
 
 def _end_with(parent: int) -> None:
@@ -126,18 +138,21 @@ def main() -> None:
         connection.send(json.dumps({"error": str(error)}).encode())
         os._exit(1)
     connection.send(json.dumps({"ok": worker.hello()}).encode())
-    operations: dict[str, Callable[..., Any]] = {
-        "map": worker.map,
-        "unmap": worker.unmap,
-        "read": worker.read,
-    }
+    operations: dict[str, Callable[..., Any]] = {"map": worker.map, "unmap": worker.unmap}
+    under_way: deque[list[int]] = deque()
     while True:
+        if under_way and (len(under_way) == AHEAD or not select.select([connection], [], [], 0)[0]):
+            connection.send(json.dumps({"ok": worker.finish(under_way.popleft())}).encode())
+            continue
         message, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 1)
         if not message:
             os._exit(0)  # without the second that the engine's own clean-up takes
         reply: dict[str, Any]
         try:
             request = json.loads(message)
+            if request["op"] == "read":
+                under_way.append(worker.begin(**request["with"]))
+                continue
             received = {"fd": fds[0]} if fds else {}
             reply = {"ok": operations[request["op"]](**request["with"], **received)}
         except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from weightdepot.store.errors import InvalidRequest, SourceLost, TransportUnavailable
+from weightdepot.store.hosts import default_host
 from weightdepot.store.segments import Segment
 from weightdepot.store.transports.base import ALIGNMENT, Range, Source, Transport, field
 from weightdepot.store.transports.mooncake.batches import Batch, Entry, plan_batches, split
@@ -30,19 +32,11 @@ from weightdepot.store.transports.mooncake.engines import (
     resolve,
 )
 from weightdepot.store.transports.mooncake.lanes import Lane, LanePool, Staging
-from weightdepot.store.transports.mooncake.process import MAX_ENTRIES
+from weightdepot.store.transports.mooncake.process import AHEAD, MAX_ENTRIES
 
 CARD_BYTES = 32
 RETRY_S = 1.0
-
-
-def default_host() -> str:
-    """The address of this machine that the default route goes out from; loopback where there is none."""
-    for probe in ("192.0.2.1", "10.255.255.255"):  # nothing is sent: `connect` on UDP only picks a route
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as chosen:
-            chosen.connect((probe, 9))
-            return str(chosen.getsockname()[0])
-    return "127.0.0.1"
+ENTRY_BYTES = 16 << 20  # of one entry: the engine moves several at a time
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class MooncakeTransport(Transport):
 
     host: the address that peers reach this machine at.
     protocol: "tcp", "rdma", or "auto" for RDMA if and only if there is a device. Both sides need the same.
-    batch_bytes: read at a time. Each lane holds twice that as staging.
+    batch_bytes: read at a time. Each lane holds three times that as staging.
     lanes: fetches that read at the same time; more wait for one of them.
 
     Whoever reaches the ports of the serving engine can read what is served: keep them within the cluster's
@@ -272,34 +266,50 @@ class _MooncakeSource(Source):
         lane = self._lanes.acquire(deadline)
         clean = False
         try:
-            used: list[Staging] = []  # extra memory that is to be given up when the engine can be asked to
-            ahead = self._begin(lane, batches[0], 0, deadline)
-            for k, batch in enumerate(batches):
-                memory, extra = ahead
+            under_way: deque[tuple[Batch, torch.Tensor, Staging | None]] = deque()
+            asked = 0
+            for done in range(len(batches)):
+                asked = self._ask(lane, batches, asked, under_way, deadline)
+                batch, memory, extra = under_way.popleft()
                 result = lane.finish(deadline)
                 if result != 0:
                     raise EngineRefused(lane.engine.last_log() or f"the engine answered {result}")
                 self._check_card(memory)
-                while used:
-                    lane.unstage(used.pop(), deadline)
-                if k + 1 < len(batches):
-                    ahead = self._begin(lane, batches[k + 1], (k + 1) % 2, deadline)
+                if extra is None and done + 1 < len(batches):
+                    asked = self._ask(lane, batches, asked, under_way, deadline)
                 yield batch, memory
                 if extra is not None:
-                    used.append(extra)
-            while used:
-                lane.unstage(used.pop(), deadline)
+                    lane.unstage(extra, deadline)
             clean = True
         finally:
             self._lanes.release(lane, usable=clean)
 
+    def _ask(
+        self,
+        lane: Lane,
+        batches: Sequence[Batch],
+        asked: int,
+        under_way: deque[tuple[Batch, torch.Tensor, Staging | None]],
+        deadline: float,
+    ) -> int:
+        """Ask for as many batches as may be under way; how many have been asked for then. One that needs
+        memory of its own is alone, since memory is asked for, and given up, when no answer is due."""
+        while asked < len(batches) and len(under_way) < AHEAD:
+            batch = batches[asked]
+            alone = batch.nbytes > self._batch_bytes
+            if under_way and (alone or under_way[-1][2] is not None):
+                break
+            under_way.append((batch, *self._begin(lane, batch, asked % Lane.PARTS, deadline)))
+            asked += 1
+        return asked
+
     def _begin(
-        self, lane: Lane, batch: Batch, half: int, deadline: float
+        self, lane: Lane, batch: Batch, part: int, deadline: float
     ) -> tuple[torch.Tensor, Staging | None]:
         """Ask for a batch; the memory that it will arrive in, with the peer's card in its last bytes."""
         extra = None
         if batch.nbytes <= self._batch_bytes:
-            memory, address = lane.half(half)
+            memory, address = lane.part(part)
         else:
             size = -(-batch.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
             extra = lane.stage(size, deadline)
@@ -307,7 +317,7 @@ class _MooncakeSource(Source):
         at = memory.numel() - ALIGNMENT
         memory[at:].zero_()
         card = Entry(self._endpoint.card - self._endpoint.base, at, CARD_BYTES)
-        entries = [*split(batch.entries, self._batch_bytes), card]
+        entries = [*split(batch.entries, min(ENTRY_BYTES, self._batch_bytes)), card]
         lane.begin(self._endpoint.session, self._endpoint.base, entries, address)
         return memory, extra
 

@@ -64,7 +64,13 @@ class Band:
     moving: bool = False
     noop: bool = True
     failed: bool = False  # its last round failed, and it is not whole since
+    last: int | None = None  # what it held as a whole last
     outcomes: dict[int, tuple[str, int | None]] = field(default_factory=dict)
+
+    def unharmed(self) -> bool:
+        """No rank lost what it held, or is on its way from it."""
+        touched = any(r.held is not None or r.in_flight for r in self.ranks.values())
+        return self.whole_at() is not None or (not touched and self.last is None)
 
     def whole_at(self) -> int | None:
         held = {(r.held if not r.in_flight else None) for r in self.ranks.values()}
@@ -198,7 +204,8 @@ class Reference:
 
     def abort_overdue(self) -> None:
         for v in self.versions.values():
-            if v.state == "open" and v.overdue:
+            dead = any(r not in v.sealed and not self.alive(s) for r, s in v.expect.items())
+            if v.state == "open" and (v.overdue or dead):
                 v.state = "aborted"
 
     def free_idle(self) -> None:
@@ -345,7 +352,7 @@ class Reference:
 
     def fail(self, name: str) -> None:
         band = self.groups[name]
-        band.moving, band.failed = False, True
+        band.moving, band.failed = False, band.failed or not band.unharmed()
         band.outcomes[self.rounds[name]] = ("half", band.target)
         if not band.noop:
             self.release(name, self.rounds[name], band.target)
@@ -421,7 +428,7 @@ class Reference:
             if band.moving and self.rounds[name] == number:
                 self.fail(name)
             elif not band.moving:
-                band.failed = True
+                band.failed = band.failed or not band.unharmed()
         elif reading:
             me.held = me.aim
         self.settle_whole(name)
@@ -433,7 +440,8 @@ class Reference:
         have = band.whole_at()
         if have is None or (band.moving and band.pending(number)):
             return
-        if band.moving or band.failed:
+        if band.moving or band.failed or band.last != have:
+            band.last = have
             if band.target == have:
                 band.outcomes[number] = ("whole", have)
             band.moving = band.failed = False

@@ -220,7 +220,7 @@ async def test_case_08_a_dead_rank_fails_the_round_and_the_others_may_finish(
     hand.kill("c1")
     (line,) = await index.sweep("m")
     assert line.startswith(
-        "round 1 of group g failed: rank 1 died in round 1 (to version 1): no sign of life"
+        "round 1 of group g failed: rank 1 died in round 1 (to version 1): it gave no sign of life"
     )
     assert hand.live_leases(1) == {"g/1"}, "rank 0 is still reading"
     assert (await finish(index, 0, 1)).state is GroupState.HALF

@@ -23,6 +23,7 @@ from weightdepot.store.transports.base import Range, Source, Transport
 from weightdepot.store.transports.memory import MemoryHub, MemoryTransport
 from weightdepot.store.transports.mooncake.transport import MooncakeTransport
 from weightdepot.store.transports.shm import ShmTransport
+from weightdepot.store.transports.tcp.transport import TcpTransport
 
 MIB = 1 << 20
 STANDING = MIB + 77  # more than one batch, and no multiple of anything
@@ -109,6 +110,8 @@ class Kind:
     def transport(self) -> Transport:
         if self.name == "mooncake":
             return MooncakeTransport(host="127.0.0.1", batch_bytes=256 << 10)
+        if self.name == "tcp":
+            return TcpTransport(host="127.0.0.1")
         return ShmTransport() if self.name == "shm" else MemoryTransport(self.hub)
 
 
@@ -116,6 +119,8 @@ KINDS = [
     pytest.param(("memory", False), id="memory"),
     pytest.param(("shm", False), id="shm"),
     pytest.param(("shm", True), id="shm-remote"),
+    pytest.param(("tcp", False), id="tcp"),
+    pytest.param(("tcp", True), id="tcp-remote"),
     pytest.param(("mooncake", False), id="mooncake", marks=pytest.mark.mooncake),
     pytest.param(("mooncake", True), id="mooncake-remote", marks=pytest.mark.mooncake),
 ]

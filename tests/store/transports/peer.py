@@ -19,6 +19,7 @@ from weightdepot.store.segments import Segment
 from weightdepot.store.transports.base import Transport
 from weightdepot.store.transports.mooncake.transport import MooncakeTransport
 from weightdepot.store.transports.shm import ShmTransport
+from weightdepot.store.transports.tcp.transport import TcpTransport
 
 
 def fill(segment: Segment, seed: int) -> None:
@@ -29,7 +30,7 @@ def fill(segment: Segment, seed: int) -> None:
 def main() -> None:
     name, nbytes, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     mooncake = MooncakeTransport(host="127.0.0.1") if name == "mooncake" else None
-    transport: Transport = mooncake or ShmTransport()
+    transport: Transport = mooncake or (TcpTransport(host="127.0.0.1") if name == "tcp" else ShmTransport())
     with transport, Segment.create(nbytes, "peer", f"{os.getpid()}-a") as segment:
         fill(segment, seed)
         endpoint = transport.serve(segment)

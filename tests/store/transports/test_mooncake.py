@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from weightdepot.store.errors import TransportUnavailable, WaitTimeout
+from weightdepot.store.hosts import default_host
 from weightdepot.store.segments import Segment
 from weightdepot.store.transports.base import Range
 from weightdepot.store.transports.mooncake import engines
 from weightdepot.store.transports.mooncake.lanes import LanePool
-from weightdepot.store.transports.mooncake.transport import MooncakeTransport, default_host
+from weightdepot.store.transports.mooncake.transport import MooncakeTransport
 
 from .conftest import MIB, content, read_all, soon
 

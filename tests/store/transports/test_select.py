@@ -30,26 +30,32 @@ def segment() -> Iterator[Segment]:
 @pytest.mark.mooncake
 @pytest.mark.parametrize(
     ("allowed", "used"),
-    [("auto", "shm"), ("shm", "shm"), ("mooncake", "mooncake/")],
-    ids=["auto", "shm", "mooncake"],
+    [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp"), ("mooncake", "mooncake/")],
+    ids=["auto", "shm", "tcp", "mooncake"],
 )
 def test_the_best_allowed_transport_carries_it(segment: Segment, allowed: Allowed, used: str) -> None:
-    with Transports("auto", host="127.0.0.1") as server, Transports(allowed, host="127.0.0.1") as reader:
+    # a protocol that is asked for by name brings the engine in, also where there is no device for RDMA
+    with (
+        Transports("auto", host="127.0.0.1", protocol="tcp") as server,
+        Transports(allowed, host="127.0.0.1") as reader,
+    ):
         endpoints = server.serve(segment)
-        assert sorted(endpoints) == ["mooncake", "shm"]
+        assert sorted(endpoints) == ["mooncake", "shm", "tcp"]
         with reader.reach(endpoints, 5000) as source:
             assert source.transport.startswith(used)
             assert torch.equal(read_all(source, [Range(0, 5000)])[0], segment.tensor)
         server.withdraw(segment)
 
 
-@pytest.mark.mooncake
-def test_from_another_shared_memory_domain_mooncake_carries_it(segment: Segment) -> None:
+@pytest.mark.skipif(bool(engines.rdma_devices()), reason="has a device")
+def test_from_another_host_and_without_rdma_sockets_carry_it(segment: Segment) -> None:
     with Transports("auto", host="127.0.0.1") as server, Transports("auto", host="127.0.0.1") as reader:
         endpoints = server.serve(segment)
+        assert sorted(endpoints) == ["shm", "tcp"]
+        assert "RDMA" in server.unavailable["mooncake"]
         endpoints["shm"] = {**endpoints["shm"], "domain": "another host's"}
         with reader.reach(endpoints, 5000) as source:
-            assert source.transport.startswith("mooncake/")
+            assert source.transport == "tcp"
             assert torch.equal(read_all(source, [Range(0, 5000)])[0], segment.tensor)
 
 
@@ -74,12 +80,12 @@ def test_a_segment_known_to_be_gone_is_lost_and_not_unavailable() -> None:
             reader.reach(endpoints, 5000)
 
 
-def test_without_the_engine_auto_serves_over_shared_memory_and_says_why_not_over_the_other(
+def test_without_the_engine_auto_serves_over_the_others_and_says_why_not_over_it(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    with Transports("auto") as server:
-        assert list(server.serve(segment)) == ["shm"]
+    with Transports("auto", protocol="tcp") as server:
+        assert list(server.serve(segment)) == ["shm", "tcp"]
         assert "not installed" in server.unavailable["mooncake"]
     with Transports("mooncake") as server, pytest.raises(TransportUnavailable, match="not installed"):
         server.serve(segment)
@@ -90,7 +96,7 @@ def test_rdma_where_there_is_none_fails_when_forced_and_is_noted_in_auto(segment
     with pytest.raises(TransportUnavailable, match="no device"):
         Transports("mooncake", protocol="rdma")
     with Transports("auto", protocol="rdma") as server:
-        assert list(server.serve(segment)) == ["shm"]
+        assert list(server.serve(segment)) == ["shm", "tcp"]
         assert "no device" in server.unavailable["mooncake"]
 
 
@@ -107,3 +113,15 @@ def test_a_segment_of_another_directory_is_not_offered_over_shared_memory(tmp_pa
             server.serve(segment)
         with Transports("shm", directory=tmp_path) as right:
             assert list(right.serve(segment)) == ["shm"]
+
+
+def test_what_a_read_takes_is_predicted_from_earlier_ones_over_the_same_transport() -> None:
+    with Transports(transports=[MemoryTransport()]) as transports:
+        assert transports.predict("memory", 1 << 30) is None
+        transports.observed("memory", 1000, 1.0)  # too little to tell anything
+        assert transports.predict("memory", 1 << 30) is None
+        transports.observed("memory", 1 << 30, 2.0)
+        assert transports.predict("memory", 1 << 29) == 1.0
+        assert transports.predict("tcp", 1 << 29) is None
+        transports.observed("memory", 3 << 30, 2.0)
+        assert transports.predict("memory", 1 << 30) == 1.0

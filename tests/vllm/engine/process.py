@@ -82,7 +82,7 @@ class Trainer:
     def publish(self, version: int, directory: Path) -> None:
         for name, tensor in checkpoint(directory).items():
             self.weights[name].copy_(tensor)
-        self.producer.publish(version)
+        self.producer.publish(version, wait="ready")
 
     def info(self, **more: Any) -> dict[str, Any]:
         """`init_info` of an engine that follows."""

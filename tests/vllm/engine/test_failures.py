@@ -64,8 +64,14 @@ def test_what_fails_before_the_first_byte_is_written_leaves_the_engine_serving_t
         trainer.publish(5, weights[0])  # version 4 is staged by now, or 5
         after = engine.ask("generate")
         assert "version 1 of" in engine.refused("update", version=1)
-        assert engine.ask("version") in ("3", "4", "5")
-        engine.ask("update", min_version=5)
+        assert engine.ask("version") == "3"
+        assert engine.ask("generate") == after
+        engine.ask("update", version=5)
+        engine.ask("update", version=4)  # an older one, which is still there
+        assert engine.ask("version") == "4"
+        engine.ask("update", max_lag=1)
+        assert engine.ask("version") == "4"
+        engine.ask("update", max_lag=0)
         assert engine.ask("version") == "5"
         assert engine.ask("generate") == before != after
 
