@@ -75,6 +75,8 @@ class Network:
         run("ip", "link", "set", outside, "master", f"wd{self._id}{bridge}", "up")
         run("ip", "-n", space, "address", "add", f"{subnet}.{10 + number}/24", "dev", name)
         run("ip", "-n", space, "link", "set", name, "up")
+        if bridge == "a":
+            run("ip", "-n", space, "route", "add", "default", "via", self.gateway)
         if rate is not None:
             limit = ("root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
             run("tc", "qdisc", "add", "dev", outside, *limit)
