@@ -23,6 +23,11 @@ class LogLevel(str, enum.Enum):
     ERROR = "error"
 
 
+class LogForm(str, enum.Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
 def serve(
     *,
     host: Annotated[
@@ -51,6 +56,7 @@ def serve(
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's key (PEM).")] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="How much is said on stderr. [info]")] = None,
+    log_format: Annotated[LogForm | None, typer.Option(help="How it is said. [text]")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A settings file; see `weightdepot config`.")
     ] = None,
@@ -67,6 +73,7 @@ def serve(
             "host": host, "port": port, "redis_url": redis_url, "data_dir": data_dir, "run": run,
             "tokens": tokens, "open_reading": open_reading or None, "tls_cert": tls_cert, "tls_key": tls_key,
             "log_level": None if log_level is None else log_level.value,
+            "log_format": None if log_format is None else log_format.value,
         }  # fmt: skip
         settings = configured(Settings, "controller", options, file=config).settings
         server.serve(settings, announce=lambda url: print(f"serving {url}", flush=True))

@@ -106,7 +106,7 @@ async def _sweep(index: Index, interval: float) -> None:
             for model in await index.models():
                 with contextlib.suppress(UnknownModel):  # its last member was forgotten meanwhile
                     for change in await index.sweep(model):
-                        log.info("%s: %s", model, change)
+                        log.info("%s: %s", model, change, extra={"model": model})
             if not reached:
                 log.info("the index answers again")
             reached = True

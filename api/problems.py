@@ -128,7 +128,9 @@ def install(app: FastAPI) -> None:
         if error.status >= 500:
             # that a wait was in vain is an ordinary answer to a long poll
             level = logging.DEBUG if isinstance(error, WaitTimeout) else logging.WARNING
-            log.log(level, "%s %s: %s", request.method, request.url.path, error.message)
+            known = {name: error.details.get(name) for name in ("model", "version", "rank", "group")}
+            known |= {"status": error.status, "path": request.url.path}
+            log.log(level, "%s %s: %s", request.method, request.url.path, error.message, extra=known)
         return answer(error)
 
     @app.exception_handler(RequestValidationError)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvicorn
 
+from weightdepot.api import logs
 from weightdepot.api.app import create_app
 from weightdepot.api.controller import Controller
 from weightdepot.api.index import open_index
@@ -40,12 +41,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda _url: Non
     Raises CannotServe where the address is taken or not ours or the certificate cannot be used,
     InvalidRequest for a tokens file that is none, IndexUnavailable where Redis does not answer.
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))
+    logs.configure(settings.log_level, settings.log_format)
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_certificate(settings.tls_cert, settings.tls_key)
     with bind(settings.host, settings.port) as listener:

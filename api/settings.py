@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from weightdepot.api.logs import LogFormat
 from weightdepot.api.names import check_name
 from weightdepot.store.errors import InvalidRequest
 
@@ -67,6 +68,7 @@ class Settings:
     data_dir: Path | None = None  # where an embedded index keeps its data; None: it starts empty
     run: str = DEFAULT_RUN
     log_level: str = "info"
+    log_format: LogFormat = "text"
     tokens: Path | None = None  # who may do what (see access.py); None: everybody everything
     open_reading: bool = False  # with tokens: whether one may read without
     tls_cert: Path | None = None  # the certificate chain (PEM) to serve https with, and its key
