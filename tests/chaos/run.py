@@ -103,7 +103,7 @@ class Trainer:
             if answer.get("died") or (answer.get("highest") or -1) >= version:
                 return answer
         life.tell(f"publish {version} {wait}")
-        return _answer(life.answers)
+        return _answer(life)
 
     def end(self) -> None:
         self._ending.set()
@@ -120,10 +120,20 @@ def _drained(answers: queue.Queue[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(answers: queue.Queue[dict[str, Any]]) -> dict[str, Any]:
+def _answer(life: Life) -> dict[str, Any]:
     """What a publish came to, or that the process died over it."""
+    deadline = time.monotonic() + TIMES.publish + TIMES.seal + COMES_BACK_S
     while True:
-        answer = answers.get(timeout=TIMES.publish + TIMES.seal + COMES_BACK_S)
+        # looked at first: what it said before it died is in the queue by then
+        dead = life.process.poll() is not None
+        try:
+            answer = life.answers.get(timeout=0.5)
+        except queue.Empty:
+            if dead:  # that it died was heard with an earlier answer
+                return {"died": True}
+            if time.monotonic() > deadline:
+                raise
+            continue
         if answer.get("call") == "publish" or answer.get("died"):
             return answer
 
