@@ -48,6 +48,7 @@ class Rank:
     begun: int = 0
     done: int = 0
     aim: int | None = None  # of the round that it began; None: nothing to move
+    staged: int = 0  # the round whose version it has read whole
 
     @property
     def in_flight(self) -> bool:
@@ -65,6 +66,7 @@ class Band:
     noop: bool = True
     failed: bool = False  # its last round failed, and it is not whole since
     last: int | None = None  # what it held as a whole last
+    base: int | None = None  # the newest ready version when the group was made
     outcomes: dict[int, tuple[str, int | None]] = field(default_factory=dict)
 
     def unharmed(self) -> bool:
@@ -75,6 +77,11 @@ class Band:
     def whole_at(self) -> int | None:
         held = {(r.held if not r.in_flight else None) for r in self.ranks.values()}
         return held.pop() if len(self.ranks) == self.size and len(held) == 1 else None
+
+    def all_staged(self, round: int) -> bool:
+        return all(r in self.ranks for r in range(self.size)) and all(
+            r.done >= round or r.staged == round for r in self.ranks.values()
+        )
 
     def pending(self, round: int) -> list[int]:
         return [k for k, r in sorted(self.ranks.items()) if r.done < round]
@@ -100,6 +107,68 @@ class Reference:
         self.highest: int | None = None
         self.groups: dict[str, Band] = {}
         self.rounds: dict[str, int] = {}
+        self.pins: set[int] = set()
+        self.tags: dict[str, int] = {}
+        self.hold_at: int | None = None
+        self.bounded: int | None = None  # max_lag
+        self.published: list[int] = []
+
+    # -- what is kept ----------------------------------------------------------------------------------
+
+    @property
+    def protected(self) -> set[int]:
+        return self.pins | set(self.tags.values()) | ({self.hold_at} if self.hold_at is not None else set())
+
+    @property
+    def window(self) -> int:
+        return self.retention if self.bounded is None else max(self.retention, self.bounded + 2)
+
+    def lag(self, band: Band) -> int:
+        since = band.last if band.last is not None else band.base
+        return len([v for v in self.published if since is None or v > since])
+
+    def live(self, band: Band) -> bool:
+        return all(r in band.ranks and self.alive(band.ranks[r].session) for r in range(band.size))
+
+    def close(self, n: int, state: str) -> None:
+        self.versions[n].state = state
+        self.pins.discard(n)
+        self.tags = {name: v for name, v in self.tags.items() if v != n}
+        if self.hold_at == n:
+            self.hold_at = None
+
+    def keep(self, n: int, how: str) -> Outcome:
+        self.abort_overdue()
+        v = self.versions.get(n)
+        if v is None or v.state != "ready":
+            return error("version-gone")
+        if how == "pin":
+            self.pins.add(n)
+        elif how == "hold":
+            self.hold_at = n
+        else:
+            self.tags[how] = n
+        return (v.state,)
+
+    def unpin(self, n: int) -> Outcome:
+        self.abort_overdue()
+        if n not in self.versions:
+            return error("version-gone")
+        self.pins.discard(n)
+        return (self.versions[n].state,)
+
+    def withdraw(self, n: int, session: str) -> Outcome:
+        v = self.versions.get(n)
+        if v is None:
+            return error("version-gone")
+        if session not in v.expect.values():
+            return error("member-conflict")
+        if v.state == "open":
+            self.close(n, "aborted")
+        elif v.state in ("ready", "retired"):
+            v.leases.clear()
+            self.close(n, "freed")
+        return (v.state,)
 
     # -- members -------------------------------------------------------------------------------------
 
@@ -135,7 +204,8 @@ class Reference:
                 continue
             rank = mine[0]
             needed = rank.done < number or (band.moving and self.rounds[name] == number)
-            if rank.aim is not None and needed and (name, number) not in self.versions[rank.aim].leases:
+            kept = rank.staged == number or rank.aim is None or (name, number) in self.leases_of(rank.aim)
+            if needed and not kept:
                 lost.append(number)
         return (True, tuple(lost))
 
@@ -170,21 +240,29 @@ class Reference:
         self.renew(session)
         return (self.incarnation, self.size, self.latest, self.highest)
 
+    def leases_of(self, n: int) -> set[tuple[str, int]]:
+        """Live ones; none of a version that is forgotten."""
+        return self.versions[n].leases if n in self.versions else set()
+
     def new_incarnation(self) -> None:
         self.incarnation += 1
-        for v in self.versions.values():
-            if v.state == "open":
-                v.state = "aborted"
+        if self.open is not None:
+            self.close(self.open, "aborted")
 
     def leave(self, session: str, memory_gone: bool = True) -> None:
+        if session not in self.sessions:  # replaced before: the memory that it still had goes now
+            for n, v in self.versions.items():
+                if v.state in ("ready", "retired") and session in v.expect.values():
+                    self.close(n, "freed")
+            return
         for rank, holder in list(self.producers.items()):
             if holder == session:
                 del self.producers[rank]
                 self.drop(session)
                 self.new_incarnation()
-                for v in self.versions.values():
+                for n, v in self.versions.items():
                     if memory_gone and v.living and v.expect.get(rank) == session:
-                        v.state = "freed"
+                        self.close(n, "freed")
         for name, band in list(self.groups.items()):
             for rank, member in list(band.ranks.items()):
                 if member.session == session:
@@ -203,15 +281,15 @@ class Reference:
         return next((n for n, v in self.versions.items() if v.state == "open"), None)
 
     def abort_overdue(self) -> None:
-        for v in self.versions.values():
+        for n, v in self.versions.items():
             dead = any(r not in v.sealed and not self.alive(s) for r, s in v.expect.items())
             if v.state == "open" and (v.overdue or dead):
-                v.state = "aborted"
+                self.close(n, "aborted")
 
     def free_idle(self) -> None:
-        for v in self.versions.values():
+        for n, v in self.versions.items():
             if v.state == "retired" and not v.leases:
-                v.state = "freed"
+                self.close(n, "freed")
 
     def forget(self) -> None:
         closed = sorted(n for n, v in self.versions.items() if not v.living)
@@ -221,7 +299,8 @@ class Reference:
 
     def free_slot(self) -> int | None:
         used = {v.slot for v in self.versions.values() if v.living or v.leases}
-        return next((s for s in range(self.retention) if s not in used), None)
+        kept = [n for n in self.protected if self.versions[n].state in ("ready", "retired")]
+        return next((s for s in range(self.window + len(kept)) if s not in used), None)
 
     def grant(self, n: int, rank: int) -> Outcome:
         self.versions[n].granted.add(rank)
@@ -248,10 +327,15 @@ class Reference:
             return wait("ranks")
         if self.open is not None:
             return wait("open-version")
+        if self.bounded is not None:
+            late = [b for b in self.groups.values() if self.live(b) and self.lag(b) > self.bounded]
+            if late:
+                return wait("lag")
         self.free_idle()
         if self.free_slot() is None:
-            ready = sorted(k for k, v in self.versions.items() if v.state == "ready")
-            for k in ready[: -(self.retention - 1)]:
+            safe = self.protected
+            ready = sorted(k for k, v in self.versions.items() if v.state == "ready" and k not in safe)
+            for k in ready[: -(self.window - 1)]:
                 self.versions[k].state = "retired"
             self.free_idle()
         slot = self.free_slot()
@@ -278,6 +362,7 @@ class Reference:
         v.sealed[rank] = digest
         if len(v.sealed) == len(v.expect):
             v.state, self.highest = "ready", n
+            self.published.append(n)
         return (v.state,)
 
     def abort(self, n: int, session: str) -> Outcome:
@@ -289,7 +374,7 @@ class Reference:
         if not ranks:
             return error("member-conflict")
         if v.state == "open" and ranks[0] in v.granted:
-            v.state = "aborted"
+            self.close(n, "aborted")
         return (v.state,)
 
     def report_lost(self, n: int, rank: int) -> Outcome:
@@ -302,7 +387,7 @@ class Reference:
         if v.state in ("ready", "retired") and not (
             self.producers.get(rank) == session and self.alive(session)
         ):
-            v.state = "freed"
+            self.close(n, "freed")
         return (v.state,)
 
     # -- rounds --------------------------------------------------------------------------------------
@@ -320,7 +405,7 @@ class Reference:
                 self.vacate(name, r)
             band = holder = None
         if band is None:
-            band = self.groups[name] = Band(size)
+            band = self.groups[name] = Band(size, base=self.latest)
             self.rounds.setdefault(name, 0)
         if holder != session:
             if holder is not None:
@@ -344,7 +429,7 @@ class Reference:
         band = self.groups[name]
         if version is None or (band.moving and self.rounds[name] == number):
             return
-        if any(r.begun == number and r.done < number for r in band.ranks.values()):
+        if any(r.begun == number and r.done < number and r.staged != number for r in band.ranks.values()):
             return
         if version in self.versions:
             self.versions[version].leases.discard((name, number))
@@ -364,11 +449,19 @@ class Reference:
             return
         number = self.rounds[name]
         died = any(not self.alive(band.ranks[r].session) for r in band.pending(number))
-        expired = not band.noop and (name, number) not in self.versions[band.target or 0].leases
-        if died or expired:
+        expired = not band.noop and (name, number) not in self.leases_of(band.target or 0)
+        if died or (expired and not band.all_staged(number)):
             self.fail(name)
 
-    def begin_round(self, name: str, rank: int, session: str, minimum: int) -> Outcome:
+    def begin_round(
+        self,
+        name: str,
+        rank: int,
+        session: str,
+        minimum: int,
+        exact: int | None = None,
+        max_lag: int | None = None,
+    ) -> Outcome:
         band = self.groups.get(name)
         if band is None:
             return error("unknown-model")
@@ -382,16 +475,43 @@ class Reference:
                 me.held = None
             me.done = me.begun
             self.release(name, me.begun, me.aim)
+        number = self.rounds[name]
+        lost = not band.noop and (name, number) not in self.leases_of(band.target or 0)
+        if band.moving and me.staged == number and me.done < number and lost:
+            me.held, me.done = None, number
+            self.fail(name)
         if band.moving:
             if me.done >= self.rounds[name]:
                 return wait("group")
+            if exact is not None and exact != band.target:
+                return error("stale-group")
             if minimum > (band.target or 0):
                 return error("stale-group")
         else:
             if not all(r in band.ranks and self.alive(band.ranks[r].session) for r in range(band.size)):
                 return wait("group")
-            have, newest = band.whole_at(), self.latest
-            if have is not None and have >= minimum and (newest is None or newest <= have):
+            have = band.whole_at()
+            newest = self.latest if self.hold_at is None else self.hold_at
+            fresh = have is not None and have >= minimum and max_lag is not None
+            if exact is not None:
+                known = self.versions.get(exact)
+                if have == exact:
+                    band.target, band.noop = exact, True
+                elif known and known.state == "ready":
+                    band.target, band.noop = exact, False
+                elif (known and known.state in ("retired", "freed")) or (
+                    self.highest is not None and exact <= self.highest
+                ):
+                    return error("version-gone")
+                else:
+                    return wait("version")
+            elif fresh and len([v for v in self.published if v > (have or 0)]) <= (max_lag or 0):
+                band.target, band.noop = have, True
+            elif self.hold_at is not None:
+                if minimum > self.hold_at:
+                    return wait("version")
+                band.target, band.noop = self.hold_at, have == self.hold_at
+            elif have is not None and have >= minimum and (newest is None or newest <= have):
                 band.target, band.noop = have, True
             elif newest is not None and newest >= minimum:
                 band.target, band.noop = newest, False
@@ -400,12 +520,38 @@ class Reference:
             self.rounds[name] += 1
             band.moving = True
         number, target = self.rounds[name], band.target or 0
-        me.begun, me.aim = number, None if band.noop else target
+        me.begun, me.aim, me.staged = number, None if band.noop else target, 0
         if not band.noop:
             self.versions[target].leases.add((name, number))
         return (number, target, me.held, not band.noop)
 
-    def finish_round(self, name: str, rank: int, session: str, number: int, failed: bool) -> Outcome:
+    def stage_round(self, name: str, rank: int, session: str, number: int) -> Outcome:
+        band = self.groups.get(name)
+        if band is None:
+            return error("unknown-model")
+        if rank not in band.ranks or band.ranks[rank].session != session:
+            return error("member-conflict")
+        self.renew(session)
+        self.settle(name)
+        me = band.ranks[rank]
+        if me.begun != number:
+            return error("invalid-request")
+        if me.aim is None or me.done >= number or me.staged == number:
+            return ("staged",)
+        if (name, number) not in self.leases_of(me.aim):
+            return error("lease-lost")
+        me.staged = number
+        if band.moving and self.rounds[name] == number:
+            if band.all_staged(number):
+                self.versions[me.aim].leases.discard((name, number))
+                self.free_idle()
+        else:
+            self.release(name, number, me.aim)
+        return ("staged",)
+
+    def finish_round(
+        self, name: str, rank: int, session: str, number: int, failed: bool, torn: bool = True
+    ) -> Outcome:
         band = self.groups.get(name)
         if band is None:
             return error("unknown-model")
@@ -421,10 +567,12 @@ class Reference:
                 return error("lease-lost")
             return self.round_status(name, number)
         reading = me.in_flight
-        lost = not failed and reading and (name, number) not in self.versions[me.aim or 0].leases
-        me.done = number
+        safe = me.staged == number or (name, number) in self.leases_of(me.aim or 0)
+        lost = not failed and reading and not safe
+        me.done, me.staged = number, 0
         if failed or lost:
-            me.held = None
+            if torn or lost:
+                me.held = None
             if band.moving and self.rounds[name] == number:
                 self.fail(name)
             elif not band.moving:

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from weightdepot.store.errors import WeightDepotError
 from weightdepot.store.index import Grant, Index, Part, Process, Round, Version, Wait
+from weightdepot.store.index.records import Mode, Policy
 
 from .hand import Hand
 from .reference import Outcome, Reference
@@ -301,11 +302,62 @@ class IndexMachine(RuleBasedStateMachine):
         answer = self.outcome(self.index.report_lost, "m", version, rank, "no route")
         self.same_version(answer, self.ref.report_lost(version, rank))
 
+    # -- what is kept ----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.ref.versions)
+    @rule(data=st.data(), how=st.sampled_from(["pin", "hold", "best", "reference"]))
+    def keep(self, data: st.DataObject, how: str) -> None:
+        version = data.draw(st.sampled_from(list(reversed(self.known_versions()))))
+        expected = self.ref.keep(version, how)
+        if how == "pin":
+            self.same_version(self.outcome(self.index.pin, "m", version), expected)
+        elif how == "hold":
+            answer = self.outcome(self.index.change_hold, "m", version)
+            assert (answer or ("ready",)) == expected
+        else:
+            self.same_version(self.outcome(self.index.tag, "m", how, version), expected)
+
+    @precondition(lambda self: self.ref.protected)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.ref.protected)))
+        if version in self.ref.pins:
+            self.same_version(self.outcome(self.index.unpin, "m", version), self.ref.unpin(version))
+        for name in [name for name, v in self.ref.tags.items() if v == version]:
+            self.call(self.index.untag, "m", name)
+            del self.ref.tags[name]
+        if self.ref.hold_at == version:
+            self.call(self.index.change_hold, "m", None)
+            self.ref.hold_at = None
+
+    @precondition(lambda self: self.exists)
+    @rule(max_lag=st.sampled_from([None, None, 0, 1, 2]))
+    def change_policy(self, max_lag: int | None) -> None:
+        mode = Mode.ASYNC if max_lag is None else Mode.BOUNDED
+        self.call(self.index.change_policy, "m", Policy(mode, max_lag or 0))
+        self.ref.bounded = max_lag
+
+    @precondition(lambda self: self.ref.versions)
+    @rule(data=st.data(), rank=ranks, stale=often)
+    def withdraw(self, data: st.DataObject, rank: int, stale: bool) -> None:
+        version = data.draw(st.sampled_from(list(reversed(self.known_versions()))))
+        session = self.producer(rank, stale)
+        answer = self.outcome(self.index.withdraw, "m", version, session, "taken back")
+        self.same_version(answer, self.ref.withdraw(version, session))
+
     # -- rounds --------------------------------------------------------------------------------------
 
-    def begin_it(self, group: str, rank: int, session: str, minimum: int) -> int | None:
-        expected = self.ref.begin_round(group, rank, session, minimum)
-        answer = self.outcome(self.index.begin_round, "m", group, rank, session, minimum, TTL)
+    def begin_it(
+        self,
+        group: str,
+        rank: int,
+        session: str,
+        minimum: int,
+        exact: int | None = None,
+        max_lag: int | None = None,
+    ) -> int | None:
+        expected = self.ref.begin_round(group, rank, session, minimum, exact, max_lag)
+        answer = self.outcome(self.index.begin_round, "m", group, rank, session, minimum, TTL, exact, max_lag)
         if not isinstance(answer, Round):
             assert answer == expected
             return None
@@ -315,10 +367,12 @@ class IndexMachine(RuleBasedStateMachine):
             assert f"{group}/{answer.round}" in self.hand.live_leases(answer.version), "nothing protects it"
         return answer.round
 
-    def finish_it(self, group: str, rank: int, session: str, number: int, failed: bool) -> None:
-        expected = self.ref.finish_round(group, rank, session, number, failed)
+    def finish_it(
+        self, group: str, rank: int, session: str, number: int, failed: bool, torn: bool = True
+    ) -> None:
+        expected = self.ref.finish_round(group, rank, session, number, failed, torn)
         why = "broken" if failed else ""
-        answer = self.outcome(self.index.finish_round, "m", group, rank, session, number, why)
+        answer = self.outcome(self.index.finish_round, "m", group, rank, session, number, why, torn)
         if not isinstance(answer, tuple):
             answer = (answer.state.value, answer.version)
         assert answer == expected
@@ -329,16 +383,29 @@ class IndexMachine(RuleBasedStateMachine):
         preferred = self.expected() or self.in_flight()
         group, rank = self.some_rank(data, preferred)
         minimum = self.version_number(data) if choosy else 0
-        self.begin_it(group, rank, self.consumer(group, rank, stale), minimum)
+        wish = data.draw(st.sampled_from(["newest", "newest", "newest", "exact", "fresh"]))
+        exact = self.version_number(data) if wish == "exact" else None
+        max_lag = data.draw(st.integers(0, 3)) if wish == "fresh" else None
+        self.begin_it(group, rank, self.consumer(group, rank, stale), minimum, exact, max_lag)
 
     @precondition(lambda self: self.ref.groups)
-    @rule(data=st.data(), stale=often, failed=st.sampled_from([False, False, True]))
-    def finish_round(self, data: st.DataObject, stale: bool, failed: bool) -> None:
+    @rule(data=st.data(), stale=often, failed=st.sampled_from([False, False, True]), torn=st.booleans())
+    def finish_round(self, data: st.DataObject, stale: bool, failed: bool, torn: bool) -> None:
         group, rank = self.some_rank(data, self.in_flight())
         band = self.ref.groups.get(group)
         begun = band.ranks[rank].begun if band and rank in band.ranks else 0
         number = max(0, begun - data.draw(st.sampled_from([0, 0, 0, 1])))
-        self.finish_it(group, rank, self.consumer(group, rank, stale), number, failed)
+        self.finish_it(group, rank, self.consumer(group, rank, stale), number, failed, torn)
+
+    @precondition(lambda self: self.in_flight())
+    @rule(data=st.data(), stale=often)
+    def stage_round(self, data: st.DataObject, stale: bool) -> None:
+        group, rank = self.some_rank(data, self.in_flight())
+        band = self.ref.groups.get(group)
+        begun = band.ranks[rank].begun if band and rank in band.ranks else 0
+        session = self.consumer(group, rank, stale)
+        answer = self.outcome(self.index.stage_round, "m", group, rank, session, begun)
+        assert (answer or ("staged",)) == self.ref.stage_round(group, rank, session, begun)
 
     @precondition(lambda self: self.ref.groups)
     @rule(group=st.sampled_from(GROUPS))
@@ -388,6 +455,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert (model.incarnation, model.world_size, model.latest) == (
             self.ref.incarnation, self.ref.size, self.ref.latest,
         )  # fmt: skip
+        hold = self.ref.hold_at
+        assert (model.held, model.current) == (hold is not None, self.ref.latest if hold is None else hold)
+        assert model.tags == self.ref.tags
+        assert {v.version for v in model.versions if v.pinned} == self.ref.pins
         assert {p.rank: (p.session, p.alive) for p in model.producers} == {
             rank: (s, self.ref.alive(s)) for rank, s in self.ref.producers.items()
         }
@@ -404,6 +475,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert seen.version == (band.whole_at() if band.state == "whole" else None)
             assert seen.target == (band.target if band.moving else None)
             assert bool(seen.error) == band.failed
+            assert (seen.last, seen.lag, seen.live) == (band.last, self.ref.lag(band), self.ref.live(band))
             assert {m.rank: (m.session, m.version) for m in seen.members} == {
                 rank: (m.session, m.held) for rank, m in band.ranks.items()
             }
@@ -417,6 +489,12 @@ class IndexMachine(RuleBasedStateMachine):
                 size = int(self.hand.field(f"version:{version}", "world_size") or 0)
                 assert set(parts) == set(expect) == {str(r) for r in range(size)}
                 assert all(f'"session":"{expect[r]}"' in parts[r] for r in parts)
+
+    @invariant()
+    def what_is_kept_is_ready(self) -> None:
+        """Pinned, tagged and held versions are never retired."""
+        for version in self.ref.protected:
+            assert self.hand.field(f"version:{version}", "state") == "ready"
 
     @invariant()
     def living_versions_have_slots_of_their_own(self) -> None:
