@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -64,6 +65,15 @@ class Lru(Generic[T]):
             self._used -= self._size(old)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The tiling of a model's members, as they are at one membership."""
+
+    membership: int
+    incarnation: int
+    tiling: str
+
+
 class Planner:
     """Single-flight: one computation per id and process. Owned by one event loop."""
 
@@ -77,6 +87,8 @@ class Planner:
         self._bytes: Lru[bytes] = Lru(self._capacity, len)
         self._tilings: Lru[Tiling] = Lru(DECODED_TILINGS, lambda _: 1)
         self._flights: dict[str, asyncio.Task[Any]] = {}
+        # By model: the tiling that its members want, as long as these do not change.
+        self.wanted: dict[str, Wanted] = {}
 
     @property
     def busy(self) -> bool:
@@ -86,6 +98,7 @@ class Planner:
         """The index was away and may have come back empty: look there before trusting memory again."""
         self._bytes = Lru(self._capacity, len)
         self._tilings = Lru(DECODED_TILINGS, lambda _: 1)
+        self.wanted.clear()
 
     async def close(self) -> None:
         """Stop waiting for what is being made. A thread that computes cannot be stopped."""

@@ -86,6 +86,10 @@ class Opening:
         except UnknownModel as error:
             raise forgotten(error, "It did not come to join anew in time: publish again") from error
 
+    def likely(self) -> Packing | None:
+        """How the last version was packed: most probably the next one is, too."""
+        return next(reversed(self._packings.values()), None)
+
     def packing(self, tiling: str) -> Packing:
         found = self._packings.get(tiling)
         if found is None:

@@ -49,7 +49,8 @@ class Producer:
     tensors, DTensors or `Shard`s, or `Mapped` weights (docs/producers.md names the adapters). They are read
     at each `publish`; between two of them they are the caller's alone.
     rank, world_size: of this rank among all that publish; never read from the environment.
-    retention: how many versions are kept in memory, at least 2, the same on every rank.
+    retention: how many versions are kept in memory, at least 2, the same on every rank; where there is room,
+    the memory of one more is kept, to copy into at once.
     dtype: what floating-point weights are published as, where it differs from what they are held in.
     transport: "auto" (each that works here is offered to readers), "shm", "tcp" or "mooncake".
     zero_copy: publish without a copy, to readers on this machine. The weights are moved into shared memory
@@ -128,9 +129,13 @@ class Producer:
                 self._client, self._membership, self._seat, opening, self._slots, transports,
                 model, rank, self.timeouts, self._report,
             )  # fmt: skip
-            self._publishing = Publishing(
-                self._client, opening, self._sealing, self._seat, self._slots, self._layout,
-                model, self.timeouts, self._report,
+            self._publishing = undo.enter_context(
+                contextlib.closing(
+                    Publishing(
+                        self._client, opening, self._sealing, self._seat, self._slots, self._layout,
+                        model, self.timeouts, self._report,
+                    )
+                )
             )  # fmt: skip
             self._live: LivePublishing | None = None
             if plain is not None:

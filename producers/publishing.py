@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from weightdepot.producers.sealing import Packed, Report, Sealed, Sealing, said_
 from weightdepot.producers.slots import Slots
 from weightdepot.producers.waiting import Wait, wait_applied, wait_ready
 from weightdepot.store.errors import WeightDepotError
-from weightdepot.store.index.records import Mode, Policy
+from weightdepot.store.index.records import Grant, Mode, Policy
 from weightdepot.store.layout import Layout
 from weightdepot.store.moving import pack
 from weightdepot.store.timeouts import Timeouts
@@ -67,6 +68,7 @@ class Publishing:
         self._client, self._opening, self._sealing = client, opening, sealing
         self._seat, self._slots, self._layout = seat, slots, layout
         self._model, self._timeouts, self._report = model, timeouts, report
+        self._asking = ThreadPoolExecutor(1, f"weightdepot-open-{model}")
 
     def publish(
         self,
@@ -119,7 +121,13 @@ class Publishing:
         grant aborts the version."""
         begun = time.perf_counter()
         self._report("wait", version, 0, 0, "for a slot")
-        session, grant = self._opening.open(version, deadline, cancelled=cancelled)
+        early = self._pack_early(version, buffers, deadline, cancelled)
+        if early is None:
+            session, grant = self._opening.open(version, deadline, cancelled=cancelled)
+        elif isinstance(early, Packed):
+            return early, early.grant.policy
+        else:  # granted, but to be packed in another way
+            session, grant = early
         try:
             packing = self._opening.packing(grant.tiling)
             source = packing.source
@@ -136,3 +144,58 @@ class Publishing:
             self._opening.abort(version, session, str(error))
             raise
         return packed, grant.policy
+
+    def _pack_early(
+        self,
+        version: int,
+        buffers: Mapping[str, torch.Tensor],
+        deadline: float,
+        cancelled: Callable[[], bool],
+    ) -> Packed | tuple[str, Grant] | None:
+        """Pack as the last version was packed, into memory of no slot, while a slot is asked for: the copy
+        hides the exchange with the controller. What is granted alone, where that packing will not do; None
+        where there is nothing to do it with."""
+        packing = self._opening.likely()
+        segment = self._slots.borrow(packing.source.slot_nbytes) if packing is not None else None
+        if packing is None or segment is None:
+            return None
+        stopped = threading.Event()
+
+        def over() -> bool:
+            return stopped.is_set() or cancelled()
+
+        begun = time.perf_counter()
+        asked = self._asking.submit(self._opening.open, version, deadline, cancelled=over)
+        try:
+            source = packing.source
+            self._report("pack", version, 0, source.payload, "")
+            pack(source, packing.copies, self._layout, buffers, segment.tensor)
+            packed = time.perf_counter()
+            session, grant = asked.result()
+        except BaseException as error:
+            stopped.set()
+            self._slots.back(segment)
+            why = str(error)  # whenever it is granted: nobody will write it
+            asked.add_done_callback(lambda done: self._unwanted(version, done, why))
+            raise
+        try:
+            if cancelled():
+                raise Cancelled(f"the publish of version {version} was cancelled")
+            if self._opening.packing(grant.tiling) is not packing:
+                self._slots.back(segment)
+                return session, grant
+            self._seat.drop(grant.slot)  # the slot's bytes are others from here on
+            self._slots.put(grant, segment)
+        except BaseException as error:
+            self._opening.abort(version, session, str(error))
+            raise
+        waited = max(time.perf_counter() - packed, 0.0)
+        stats = {"wait": waited, "pack": packed - begun}
+        return Packed(grant, session, source, segment, segment.tensor, stats)
+
+    def _unwanted(self, version: int, asked: Future[tuple[str, Grant]], why: str) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            self._opening.abort(version, asked.result()[0], why)
+
+    def close(self) -> None:
+        self._asking.shutdown(wait=False)

@@ -35,7 +35,12 @@ def expected_nbytes(layout: Layout, world_size: int, checkpoint_nbytes: int) -> 
 
 
 class Slots:
-    """`take` what was granted; `prepare` memory in another thread before it is; `keep` what is in use."""
+    """`take` what was granted; `prepare` memory in another thread before it is.
+
+    One segment more than there are slots is kept, where there is room: a version is packed into it while its
+    slot is still being asked for (`borrow`). It is then that slot's memory (`put`), and what the slot had
+    before, which the grant says that nobody needs, is the next to be borrowed.
+    """
 
     def __init__(self, owner: str, session: str, transports: Transports) -> None:
         """owner: the hash of run, model and rank. session: that of this process's start."""
@@ -70,6 +75,31 @@ class Slots:
                     self._give_back(self._slots.pop(grant.slot))
                 segment = self._slots[grant.slot] = self._new(grant, nbytes)
             return segment
+
+    def borrow(self, nbytes: int) -> Segment | None:
+        """Memory of no slot, for a version that has none yet; `put` it, or give it `back`. None: there is
+        none of this size."""
+        with self._making:
+            found = next((s for s in self._spare if s.nbytes >= nbytes), None)
+            if found is not None:
+                self._spare.remove(found)
+            return found
+
+    def back(self, segment: Segment) -> None:
+        with self._making:
+            if self._closed:
+                segment.close()
+            else:
+                self._spare.append(segment)
+
+    def put(self, grant: Grant, segment: Segment) -> None:
+        """Borrowed memory becomes that of the granted slot."""
+        with self._making:
+            self._keep(grant.slots)
+            before = self._slots.pop(grant.slot, None)
+            self._slots[grant.slot] = segment
+            if before is not None:
+                self._spare.append(before)
 
     def _keep(self, slots: Collection[int]) -> None:
         """Give back the memory of all others: a pin that has ended needs its slot no more."""

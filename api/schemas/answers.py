@@ -101,6 +101,9 @@ class Model(Answer):
     held: Annotated[bool, Field(description="An operator holds the model at `current`.")] = False
     policy: Policy = Policy()
     tags: dict[str, int] = {}
+    membership: Annotated[
+        int, Field(description="Rises when a member joins, leaves, or states another layout.")
+    ] = 0
 
 
 class Group(Answer):

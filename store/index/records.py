@@ -123,6 +123,7 @@ class Model:
     held: bool = False  # whether an operator holds the model at `current`
     policy: Policy = Policy()
     tags: dict[str, int] = field(default_factory=dict)
+    membership: int = 0  # rises when a member joins, leaves, or states another layout
 
 
 @dataclass(frozen=True)

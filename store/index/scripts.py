@@ -3,8 +3,9 @@
 Keys. Every script gets one key, the model's prefix `wd:{RUN/MODEL}:`, and makes all others from it. They
 share its hash tag, so in a Redis Cluster they are on the shard that the prefix is routed to.
 
-    meta              hash    incarnation, world_size, retention; versions: open, latest, highest, and hold
-                              (the version that the model is held at); policy: mode, max_lag
+    meta              hash    membership (rises with every change of members), incarnation, world_size,
+                              retention; versions: open, latest, highest, and hold (the version that the
+                              model is held at); policy: mode, max_lag
     published         zset    the last 1024 versions that became ready
     pins              set     versions that are pinned
     tags              hash    name -> version
@@ -61,6 +62,7 @@ local function stamp(t) return string.format('%.6f', t) end
 local function some(list) if #list > 0 then return list end end
 
 local function emit(kind, version, group)
+  if kind == 'member' then call('HINCRBY', P .. 'meta', 'membership', 1) end
   call('PUBLISH', CHANNEL, cjson.encode({MODEL, kind, version or cjson.null, group or ''}))
 end
 local function answer(value) return cjson.encode({value = value}) end
@@ -87,7 +89,11 @@ local function unknown_model()
     ': a producer or consumer must join first')
 end
 local function create_if_missing()
-  if not exists() then call('HSET', META, 'incarnation', 0, 'world_size', 0, 'retention', 0) end
+  if not exists() then
+    -- begins at the hour: an index that lost its data must not count up to what somebody remembers
+    call('HSET', META, 'incarnation', 0, 'world_size', 0, 'retention', 0, 'membership',
+      string.format('%d', clock[1] * 1000))
+  end
 end
 
 -- policy --------------------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ if holder ~= session then
 else
   local was_alive = alive(session)
   renew(session, tonumber(ARGV[9]))
-  if ARGV[7] ~= '' then call('HSET', P .. 'layouts', session, ARGV[7]) end
-  if not was_alive then emit('member') end
+  local changed = ARGV[7] ~= '' and ARGV[7] ~= call('HGET', P .. 'layouts', session)
+  if changed then call('HSET', P .. 'layouts', session, ARGV[7]) end
+  if changed or not was_alive then emit('member') end
 end
 return answer({incarnation = tonumber(meta('incarnation')), world_size = world_size,
   latest = num(meta('latest')) or cjson.null, highest = num(meta('highest')) or cjson.null})

@@ -6,7 +6,7 @@ from weightdepot.store.index.scripts import PRELUDE, REMEMBERED
 from weightdepot.store.index.scripts_groups import GROUPS
 
 # ARGV: 3 version, 4 rank, 5 session, 6 tiling, 7 incarnation that the tiling is for, 8 seal_timeout (s),
-# 9 "1" if it is read in place and needs no slot
+# 9 "1" if it is read in place and needs no slot, 10 the membership that the tiling is for, or ""
 # value: Grant. Waits for: ranks, open-version, lag, slot.
 OPEN_VERSION = (
     GROUPS
@@ -23,6 +23,10 @@ local incarnation = tonumber(meta('incarnation'))
 if tonumber(ARGV[7]) ~= incarnation then
   return wait('ranks', 'membership changed: the producers of model ' .. MODEL .. ' are incarnation ' ..
     incarnation .. ' now, not ' .. ARGV[7], {incarnation = incarnation})
+end
+
+if ARGV[10] ~= '' and ARGV[10] ~= meta('membership') then
+  return wait('ranks', 'membership changed: another tiling may be wanted', {membership = meta('membership')})
 end
 
 abort_overdue()

@@ -19,6 +19,7 @@ for rank = 0, world_size - 1 do
 end
 for _, v in ipairs(all_versions()) do versions[#versions + 1] = version_view(v) end
 return answer({incarnation = tonumber(meta('incarnation')), world_size = world_size,
+  membership = tonumber(meta('membership')),
   retention = tonumber(meta('retention')), latest = num(meta('latest')), highest = num(meta('highest')),
   hold = held_at(), policy = policy_view(), tags = some(call('HGETALL', P .. 'tags')),
   producers = some(producers), versions = some(versions)})

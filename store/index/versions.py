@@ -31,11 +31,13 @@ class Versions(Asking):
         incarnation: int,
         seal_timeout: float,
         live: bool = False,
+        membership: int | None = None,
     ) -> Grant | Wait:
         """A slot to write `version` into; the same for all ranks of the incarnation, whoever asks first.
 
         `incarnation` is the one that `tiling` was made for. All parts must be sealed `seal_timeout`
         seconds after the first rank opened. `live`: it is read in place, and takes no slot (slot -1).
+        `membership`: the one that `tiling` was made for, where it may have changed since (see `Model`).
         Waits for `ranks`, `open-version`, `lag` (in bounded mode) or `slot`.
         Raises `MemberConflict` (was replaced), `VersionNotNewer`, `UnknownModel`.
         """
@@ -49,6 +51,7 @@ class Versions(Asking):
             int(incarnation),
             check.ttl("seal_timeout", seal_timeout),
             "1" if live else "0",
+            "" if membership is None else check.count("membership", membership),
             type=Grant,
         )
 

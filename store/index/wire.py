@@ -146,6 +146,7 @@ class ModelWire(msgspec.Struct):
     incarnation: int
     world_size: int
     retention: int
+    membership: int
     latest: int | None = None
     highest: int | None = None
     hold: int | None = None
@@ -167,6 +168,7 @@ class ModelWire(msgspec.Struct):
             current=self.latest if self.hold is None else self.hold,
             held=self.hold is not None,
             policy=self.policy.record() if self.policy else Policy(),
+            membership=self.membership,
             tags=dict(sorted(zip(self.tags[::2], map(int, self.tags[1::2]), strict=True))),
         )
 
