@@ -135,6 +135,7 @@ class Sealing:
         future.set_result(sealed)
         # what spares the next ones time
         self._seat.keep_tiling(packed.grant.tiling)
+        self._slots.tidy(packed.grant)
         self._slots.prepare(packed.source.slot_nbytes, len(packed.grant.slots) + 1)
 
     def _seal(self, packed: Packed, deadline: float) -> Sealed:

@@ -106,11 +106,14 @@ class Slots:
         for slot in [s for s in self._slots if slots and s not in slots]:
             self._give_back(self._slots.pop(slot))
 
-    def _new(self, grant: Grant, nbytes: int) -> Segment:
-        # what others left long ago, and predecessors once no version that lives is in it
+    def tidy(self, grant: Grant) -> None:
+        """Remove what others left long ago, and predecessors once no version that lives is in it."""
         remove_orphans(None, older_than_s=ABANDONED)
         keep = {self._session, *map(start_of, grant.keep_sessions)}
         remove_orphans(self._owner, keep_sessions=keep)
+
+    def _new(self, grant: Grant, nbytes: int) -> Segment:
+        self.tidy(grant)
         while self._spare:
             segment = self._spare.pop()
             if segment.nbytes >= nbytes:
