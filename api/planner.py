@@ -22,11 +22,12 @@ from weightdepot.store.errors import InvalidRequest, VersionGone
 from weightdepot.store.index.index import Index
 from weightdepot.store.layout import Layout, manifest_of
 from weightdepot.store.planning import make_plan
-from weightdepot.store.tiling import Tiling, make_tiling, tiling_id
+from weightdepot.store.tiling import Tiling, TilingMaker, tiling_id
 
 T = TypeVar("T")
 
 DECODED_TILINGS = 2  # the present one and the one before; a large model's takes hundreds of megabytes
+MAKERS = 2  # producer groups whose tilings are changed instead of made anew
 
 
 class StillPlanning(Exception):
@@ -86,6 +87,7 @@ class Planner:
         self._capacity = settings.limits.cache
         self._bytes: Lru[bytes] = Lru(self._capacity, len)
         self._tilings: Lru[Tiling] = Lru(DECODED_TILINGS, lambda _: 1)
+        self._makers: Lru[TilingMaker] = Lru(MAKERS, lambda _: 1)
         self._flights: dict[str, asyncio.Task[Any]] = {}
         # By model: the tiling that its members want, as long as these do not change.
         self.wanted: dict[str, Wanted] = {}
@@ -209,14 +211,19 @@ class Planner:
     async def _ensure(self, tiling: str, producers: Sequence[str], consumers: Collection[str]) -> None:
         if await self._blob("tiling", tiling) is not None:
             return
-        encoded = {digest: await self.layout(digest) for digest in {*producers, *consumers}}
+        # What one group of producers wants is changed when consumers come and go, not made anew.
+        key = " ".join(producers)
+        maker = self._makers.get(key)
+        known = {*consumers} if maker is not None else {*producers, *consumers}
+        encoded = {digest: await self.layout(digest) for digest in known}
 
-        def make() -> tuple[Tiling, bytes]:
-            layouts = {digest: _decoded(data) for digest, data in encoded.items()}
-            made = make_tiling([layouts[d] for d in producers], [layouts[d] for d in sorted(set(consumers))])
-            return made, made.to_bytes()
+        def make() -> tuple[TilingMaker, Tiling, bytes]:
+            used = maker or TilingMaker([_decoded(encoded[digest]) for digest in producers])
+            made = used.make(consumers, lambda digest: _decoded(encoded[digest]))
+            return used, made, made.to_bytes()
 
-        made, data = await self._in_thread(make)
+        used, made, data = await self._in_thread(make)
+        self._makers.put(key, used)
         await self._index.put_blob("tiling", tiling, data, self._ttl)
         self._bytes.put(f"tiling {tiling}", data)
         self._tilings.put(tiling, made)

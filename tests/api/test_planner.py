@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from weightdepot.api.settings import Settings
 from weightdepot.store.errors import InvalidRequest, VersionGone
 from weightdepot.store.index import Index
 from weightdepot.store.layout import Layout
-from weightdepot.store.tiling import Tiling, make_tiling
+from weightdepot.store.tiling import Tiling, TilingMaker, make_tiling
 
 from .helpers import rows_layout, unique
 
@@ -40,23 +41,26 @@ async def put(planner: Planner, *layouts: Layout) -> list[str]:
 
 
 class Counted:
-    """make_tiling, counted and held up until it is let go."""
+    """TilingMaker.make, counted and held up until it is let go."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.go = threading.Event()
 
-    def __call__(self, producers: list[Layout], consumers: list[Layout]) -> Tiling:
-        self.calls += 1
-        assert self.go.wait(10)
-        return make_tiling(producers, consumers)
+    def patched(self, make: Callable[..., Tiling]) -> Callable[..., Tiling]:
+        def counted(*arguments: Any) -> Tiling:
+            self.calls += 1
+            assert self.go.wait(10)
+            return make(*arguments)
+
+        return counted
 
 
 async def test_a_tiling_that_many_ask_for_at_once_is_made_once(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Counted()
-    monkeypatch.setattr(planning, "make_tiling", made)
+    monkeypatch.setattr(TilingMaker, "make", made.patched(TilingMaker.make))
     producers = await put(planner, rows_layout(0, 4), rows_layout(4, 8))
     asking = [asyncio.create_task(planner.tiling(producers, (), patience=10)) for _ in range(20)]
     await asyncio.sleep(0.05)
@@ -70,7 +74,7 @@ async def test_who_loses_patience_or_goes_away_does_not_stop_the_work(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Counted()
-    monkeypatch.setattr(planning, "make_tiling", made)
+    monkeypatch.setattr(TilingMaker, "make", made.patched(TilingMaker.make))
     producers = await put(planner, rows_layout(0, 8))
     with pytest.raises(StillPlanning):
         await planner.tiling(producers, (), patience=0.05)
@@ -96,12 +100,25 @@ async def test_another_controller_finds_what_this_one_made(
     def forbidden(*_: object) -> Tiling:
         raise AssertionError("made again")
 
-    monkeypatch.setattr(planning, "make_tiling", forbidden)
+    monkeypatch.setattr(TilingMaker, "make", forbidden)
     monkeypatch.setattr(planning, "make_plan", forbidden)
     other = Planner(index, Settings())
     assert await other.tiling(producers, [reader, reader], patience=10) == tiling
     assert await other.plan(tiling, reader, patience=10) == plan
     assert await other.source_tiling(tiling, 1, patience=10) == source
+
+
+async def test_a_consumer_that_joins_changes_the_tiling_and_does_not_make_it_anew(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producers = await put(planner, rows_layout(0, 4), rows_layout(4, 8))
+    first, second = await put(planner, rows_layout(2, 6), rows_layout(1, 3))
+    await planner.tiling(producers, [first], patience=10)
+    monkeypatch.setattr(planning, "TilingMaker", None)  # none is made from here on
+    both = await planner.tiling(producers, [first, second], patience=10)
+    await planner.tiling(producers, [second], patience=10)
+    layouts = [rows_layout(0, 4), rows_layout(4, 8)], [rows_layout(2, 6), rows_layout(1, 3)]
+    assert (await planner.whole_tiling(both)) == make_tiling(*layouts).to_bytes()
 
 
 async def test_a_failure_reaches_all_who_asked_and_is_not_kept(planner: Planner) -> None:
