@@ -14,6 +14,7 @@ from weightdepot.api.bodies import BodyLimit
 from weightdepot.api.controller import running
 from weightdepot.api.dependencies import AccessCheck, RunCheck
 from weightdepot.api.index import open_index
+from weightdepot.api.metrics import Metrics
 from weightdepot.api.release import release
 from weightdepot.api.routers import (
     events,
@@ -21,6 +22,7 @@ from weightdepot.api.routers import (
     health,
     layouts,
     members,
+    metrics,
     models,
     operations,
     plans,
@@ -41,12 +43,13 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
     work, such as a tokens file that is none.
     """
     access = Access(settings.tokens, settings.open_reading, settings.run)
+    counted = Metrics()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             used = index if index is not None else await stack.enter_async_context(open_index(settings))
-            app.state.controller = await stack.enter_async_context(running(settings, used, access))
+            app.state.controller = await stack.enter_async_context(running(settings, used, access, counted))
             try:
                 yield
             finally:
@@ -66,15 +69,16 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=_operation_id,
     )
-    problems.install(app)
+    problems.install(app, counted.problem)
     app.add_middleware(BodyLimit, limit=settings.limits.body)
     app.add_middleware(Authentication, access=access)  # the last one added is asked first
     app.include_router(health.router, prefix="/v1")
+    app.include_router(metrics.router, dependencies=[RunCheck])
     v1 = APIRouter(prefix="/v1", dependencies=[RunCheck])
     for resource in RESOURCES:
         v1.include_router(resource.router)
     app.include_router(v1)
-    openapi.install(app, [health.router, *(resource.router for resource in RESOURCES)])
+    openapi.install(app, [health.router, metrics.router, *(resource.router for resource in RESOURCES)])
     reference.install(app)
     return app
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from weightdepot.api.access import Access
 from weightdepot.api.feed import Feed
+from weightdepot.api.metrics import Metrics
 from weightdepot.api.planner import Planner
 from weightdepot.api.settings import Settings
 from weightdepot.api.waiting import Waiters
@@ -34,6 +35,7 @@ class Controller:
     feed: Feed
     planner: Planner
     access: Access
+    metrics: Metrics
 
     def end_waits(self) -> None:
         """End long polls and streams, whose connections would hold up the end of the process."""
@@ -42,7 +44,9 @@ class Controller:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, index: Index, access: Access) -> AsyncIterator[Controller]:
+async def running(
+    settings: Settings, index: Index, access: Access, metrics: Metrics
+) -> AsyncIterator[Controller]:
     """A controller on `index` (which stays the caller's) with its background tasks."""
     waiters = Waiters(settings.timeouts.recheck)
     feed = Feed(settings.timeouts.keep_alive, settings.limits.backlog, settings.limits.listeners)
@@ -61,7 +65,7 @@ async def running(settings: Settings, index: Index, access: Access) -> AsyncIter
             _for_ever("refresh", lambda: _refresh(index, planner, settings.timeouts.blob_ttl / 4))
         ),
     ]
-    controller = Controller(settings, index, waiters, feed, planner, access)
+    controller = Controller(settings, index, waiters, feed, planner, access, metrics)
     try:
         yield controller
     finally:

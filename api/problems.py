@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -120,11 +120,13 @@ def from_validation(error: RequestValidationError) -> InvalidRequest:
     return InvalidRequest(f"the request is not valid: {shown}{more}", faults=faults[:100])
 
 
-def install(app: FastAPI) -> None:
-    """Register the handlers: first the known errors, last the one for what is a bug of ours."""
+def install(app: FastAPI, count: Callable[[str], None]) -> None:
+    """Register the handlers: first the known errors, last the one for what is a bug of ours. `count` is told
+    the kind of each problem."""
 
     @app.exception_handler(WeightDepotError)
     async def ours(request: Request, error: WeightDepotError) -> Response:
+        count(error.slug)
         if error.status >= 500:
             # that a wait was in vain is an ordinary answer to a long poll
             level = logging.DEBUG if isinstance(error, WaitTimeout) else logging.WARNING
@@ -135,6 +137,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001
+        count("invalid")
         return answer(from_validation(error))
 
     @app.exception_handler(HTTPException)
@@ -146,6 +149,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
+        count("bug")
         # the server logs the traceback; the caller gets no inside of ours
         log.error("unforeseen error in %s %s: %r", request.method, request.url.path, error)
         detail = f"an error in weightdepot itself ({type(error).__name__}); the controller's log has more"

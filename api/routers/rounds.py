@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from weightdepot.api.asking import last_look, patiently
-from weightdepot.api.dependencies import IndexDep, WaitDep, WaitersDep
+from weightdepot.api.dependencies import ControllerDep, IndexDep, WaitDep, WaitersDep
 from weightdepot.api.openapi import problems
 from weightdepot.api.roles import Role, allows
 from weightdepot.api.schemas import answers, fields, requests
@@ -91,6 +91,7 @@ async def finish_round(
     rank: fields.PathRank,
     *,
     body: requests.FinishIn,
+    controller: ControllerDep,
     wait: WaitDep,
     index: IndexDep,
     waiters: WaitersDep,
@@ -99,6 +100,7 @@ async def finish_round(
     status = await index.finish_round(
         model, group, rank, body.session, round, error=body.error, torn=body.torn, stats=body.stats
     )
+    controller.metrics.finished(model, group, body.error, body.stats)
     if _settled(status):
         return status
     return await last_look(waiters, model, lambda: index.round_status(model, group, round), _settled, wait)

@@ -18,7 +18,7 @@ from weightdepot.api.asking import (
     timed_out,
 )
 from weightdepot.api.conditional import NOT_MODIFIED, IfNoneMatch, answered, matches, version_tag
-from weightdepot.api.dependencies import IndexDep, PlannerDep, WaitDep, WaitersDep
+from weightdepot.api.dependencies import ControllerDep, IndexDep, PlannerDep, WaitDep, WaitersDep
 from weightdepot.api.openapi import problems
 from weightdepot.api.planner import StillPlanning, Wanted
 from weightdepot.api.problems import ChangedOnTheWay, NothingReady, NotYet
@@ -242,12 +242,15 @@ async def seal(
     version: fields.PathNumber,
     rank: fields.PathRank,
     body: requests.SealIn,
+    controller: ControllerDep,
     index: IndexDep,
 ) -> records.Version:
     """This rank has written its part. The last seal makes the version ready, in one step."""
     check_digests(model, version, rank, body.tile_digests, body.digests)
     part = records.Part(rank, body.session, body.endpoints, body.nbytes, body.digests, body.stats)
-    return await index.seal(model, version, rank, body.session, part, body.tile_digests)
+    sealed = await index.seal(model, version, rank, body.session, part, body.tile_digests)
+    controller.metrics.sealed(model, body.nbytes, body.stats)
+    return sealed
 
 
 @router.post(

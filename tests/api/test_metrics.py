@@ -1,0 +1,183 @@
+"""What Prometheus is told, by a real controller, and the alerts that follow from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+
+import weightdepot
+from weightdepot.api.client import ControllerClient
+from weightdepot.api.metrics import Metrics
+
+RULES = Path(__file__).parents[2] / "deploy" / "observability" / "alerts.yaml"
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)"
+)
+
+
+def scraped(controller: str) -> dict[str, float]:
+    answer = httpx.get(f"{controller}/metrics")
+    assert answer.status_code == 200
+    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_publishes_updates_and_what_there_is_are_told(controller: str) -> None:
+    model = "metered"
+    held = {"w": torch.ones(64, 64)}
+    got = {"w": torch.zeros(64, 64)}
+    with (
+        weightdepot.Producer(controller, model=model, weights=held) as producer,
+        weightdepot.Consumer(controller, model=model, weights=got, group="g") as consumer,
+    ):
+        for version in (1, 2, 3):
+            producer.publish(version, wait="ready")
+            if version < 3:
+                assert consumer.update() == version
+        seen = scraped(controller)
+    of = f'model="{model}"'
+    assert seen[f"weightdepot_latest_version{{{of}}}"] == 3
+    assert seen[f'weightdepot_group_version{{group="g",{of}}}'] == 2
+    assert seen[f'weightdepot_group_lag{{group="g",{of}}}'] == 1
+    assert seen[f"weightdepot_parts_sealed_total{{{of}}}"] == 3
+    assert seen[f"weightdepot_published_bytes_total{{{of}}}"] == 3 * 64 * 64 * 4
+    assert seen[f'weightdepot_updates_total{{group="g",{of}}}'] == 2
+    assert seen[f"weightdepot_needed_bytes_total{{{of}}}"] == 2 * 64 * 64 * 4
+    assert seen[f'weightdepot_moved_bytes_total{{{of},transport="shm"}}'] == 2 * 64 * 64 * 4
+    assert seen[f'weightdepot_publish_seconds_count{{{of},phase="pack"}}'] == 3
+    assert seen[f'weightdepot_update_seconds_count{{group="g",{of},phase="pull"}}'] == 2
+    assert seen["weightdepot_index_up"] == 1
+
+
+def test_problems_are_counted_by_kind(controller: str) -> None:
+    name = 'weightdepot_problems_total{kind="unknown-model"}'
+    before = scraped(controller).get(name, 0)
+    with ControllerClient(controller) as client, pytest.raises(weightdepot.UnknownModel):
+        client.model("nobody-has-this")
+    assert scraped(controller)[name] == before + 1
+
+
+def test_what_members_report_cannot_break_the_exposition() -> None:
+    metrics = Metrics()
+    for stats in ({"pack": float("nan")}, {"pack": "soon"}, {"pack": -1}, {"wait": True}):
+        metrics.sealed('a"b\n', 1, stats)
+    metrics.finished("m", "g", "", {"pull": float("inf"), "moved": -5, "transports": 'x"\n' * 99})
+    text = metrics.exposition([], 0, None).decode()
+    assert "weightdepot_index_up 0.0" in text
+    assert all(line.startswith("#") or " " in line for line in text.splitlines())
+
+
+@needs_promtool
+def test_promtool_accepts_the_metrics_and_the_rules(controller: str) -> None:
+    text = httpx.get(f"{controller}/metrics").content
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert checked.returncode in (0, 3), checked.stdout + checked.stderr  # 3: advice about names
+    assert not checked.stderr, checked.stderr
+    rules = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, check=False)
+    assert rules.returncode == 0, rules.stdout + rules.stderr
+
+
+def alert_series() -> dict[str, tuple[list[dict[str, str]], str, dict[str, str]]]:
+    """For each alert: series that cause it, when it is looked at, and its labels."""
+    of = 'model="policy",group="g"'
+    return {
+        "WeightdepotGroupLags": (
+            [
+                {"series": f"weightdepot_group_lag{{{of}}}", "values": "4x10"},
+                {"series": f"weightdepot_group_live{{{of}}}", "values": "1x10"},
+            ],
+            "5m",
+            {"model": "policy", "group": "g", "severity": "warning"},
+        ),
+        "WeightdepotGroupHalf": (
+            [{"series": f"weightdepot_group_half{{{of}}}", "values": "1x10"}],
+            "3m",
+            {"model": "policy", "group": "g", "severity": "critical"},
+        ),
+        "WeightdepotStuckReader": (
+            [{"series": 'weightdepot_leases{model="policy",state="retired"}', "values": "1x10"}],
+            "5m",
+            {"model": "policy", "severity": "warning"},
+        ),
+        "WeightdepotNoFreeSlot": (
+            [{"series": 'weightdepot_problems_total{kind="store-full"}', "values": "0 0 1x10"}],
+            "4m",
+            {"kind": "store-full", "severity": "critical"},
+        ),
+        "WeightdepotPublishAborted": (
+            [{"series": 'weightdepot_versions{model="policy",state="aborted"}', "values": "0 0 1x10"}],
+            "4m",
+            {"model": "policy", "severity": "warning"},
+        ),
+        "WeightdepotProducersMissing": (
+            [
+                {"series": 'weightdepot_producers{model="policy"}', "values": "2x10"},
+                {"series": 'weightdepot_producers_alive{model="policy"}', "values": "1x10"},
+            ],
+            "5m",
+            {"model": "policy", "severity": "warning"},
+        ),
+        "WeightdepotIndexAway": (
+            [{"series": 'weightdepot_index_up{instance="a"}', "values": "0x10"}],
+            "2m",
+            {"instance": "a", "severity": "critical"},
+        ),
+    }
+
+
+def test_every_alert_is_of_a_metric_that_there_is(controller: str) -> None:
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    assert {rule["alert"] for rule in rules} == set(alert_series())
+    names = {
+        name
+        for metric in httpx.get(f"{controller}/metrics").text.splitlines()
+        if metric.startswith("# TYPE ")
+        for name in [metric.split()[2]]
+    }
+    for rule in rules:
+        used = {
+            word
+            for word in rule["expr"].replace("(", " ").replace("{", " ").split()
+            if "weightdepot_" in word
+        }
+        assert used, rule
+        assert {word.strip("()") for word in used} <= names, rule
+
+
+@needs_promtool
+@pytest.mark.parametrize("alert", sorted(alert_series()))
+def test_every_alert_fires_when_it_should_and_not_before(alert: str, tmp_path: Path) -> None:
+    series, when, labels = alert_series()[alert]
+    test: dict[str, Any] = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "30s",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": series,
+                "promql_expr_test": [
+                    {
+                        "expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)',
+                        "eval_time": at,
+                        "exp_samples": [{"labels": "{}", "value": value}],
+                    }
+                    for at, value in (("0m", 0), (when, 1))
+                ],
+            }
+        ],
+    }
+    assert labels["severity"]
+    file = tmp_path / "test.yaml"
+    file.write_text(json.dumps(test))
+    ran = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
