@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
-from weightdepot.api import openapi, problems, reference
+from weightdepot.api import openapi, page, problems, reference
 from weightdepot.api.access import Access, Authentication
 from weightdepot.api.bodies import BodyLimit
 from weightdepot.api.controller import running
@@ -25,6 +25,7 @@ from weightdepot.api.routers import (
     metrics,
     models,
     operations,
+    overview,
     plans,
     rounds,
     versions,
@@ -32,7 +33,7 @@ from weightdepot.api.routers import (
 from weightdepot.api.settings import Settings
 from weightdepot.store.index.index import Index
 
-RESOURCES = (layouts, models, operations, members, versions, plans, groups, rounds, events)
+RESOURCES = (layouts, models, overview, operations, members, versions, plans, groups, rounds, events)
 
 
 def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
@@ -80,6 +81,7 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
     app.include_router(v1)
     openapi.install(app, [health.router, metrics.router, *(resource.router for resource in RESOURCES)])
     reference.install(app)
+    page.install(app)
     return app
 
 

@@ -136,6 +136,19 @@ class Groups(Answer):
     groups: tuple[Group, ...]
 
 
+class Report(Answer):
+    """One model at one moment."""
+
+    model: Model
+    groups: tuple[Group, ...]
+    troubles: Annotated[tuple[str, ...], Field(description="What is stuck, in words.")]
+
+
+class Overview(Answer):
+    run: str
+    models: tuple[Report, ...]
+
+
 class Joined(Answer):
     incarnation: int
     world_size: int

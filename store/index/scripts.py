@@ -17,8 +17,9 @@ share its hash tag, so in a Redis Cluster they are on the shard that the prefix 
     versions          zset    every version that is remembered
     version:V         hash    state, slot, tiling, incarnation, world_size, opened, deadline, ready, nbytes,
                               reason, attempt, live
-    announced:V       hash    rank -> JSON of a part that an index without memory was told of; and raw digests
-    announced-digests:V       (both for an hour)
+    announced         set     versions that an index without memory was told of (for an hour, as what follows)
+    announced:V       hash    rank -> JSON of a part that is still in its memory
+    announced-digests:V       rank -> its tile digests, raw bytes
     expect:V          hash    rank -> session that must seal it: the incarnation as it was at the first open
     granted:V         set     ranks that opened it: a rank that missed an abort in between may not seal
     parts:V           hash    rank -> JSON of its Part

@@ -19,8 +19,17 @@ if not exists() then return unknown_model() end
 local holder = call('HGET', PRODUCERS, rank)
 if holder ~= session then return not_holder(rank, 'the producers', session, holder) end
 touch(session)
+
+-- Versions only rise: what is open must be above all that was ever ready.
+local function rise(v)
+  if v > (num(meta('highest')) or -1) then call('HSET', META, 'highest', string.format('%d', v)) end
+  local open = num(meta('open'))
+  if open and open <= v then
+    close(open, 'aborted', 'version ' .. v .. ' was ready before the index lost its data: versions only rise')
+  end
+end
 local highest = tonumber(ARGV[7])
-if highest and highest > (num(meta('highest')) or -1) then call('HSET', META, 'highest', ARGV[7]) end
+if highest then rise(highest) end
 
 -- Comes back if every rank has announced a part of the same attempt, in the same slot, by who holds it now.
 local function restored(v, attempt, slot, tiling)
@@ -55,9 +64,10 @@ local function restored(v, attempt, slot, tiling)
     'ready', stamp(NOW), 'deadline', stamp(NOW), 'nbytes', string.format('%d', nbytes), 'live', '0',
     'attempt', attempt)
   if v > (num(meta('latest')) or -1) then call('HSET', META, 'latest', v) end
-  if v > (num(meta('highest')) or -1) then call('HSET', META, 'highest', v) end
+  rise(v)
   published(v)
   call('DEL', P .. 'announced:' .. v, P .. 'announced-digests:' .. v)
+  call('SREM', P .. 'announced', v)
   emit('ready', v)
   return true
 end
@@ -72,6 +82,8 @@ for i = 8, #ARGV, 6 do
     call('HSET', P .. 'announced:' .. v, rank, cjson.encode({attempt = attempt, slot = slot, tiling = tiling,
       session = session, part = ARGV[i + 4]}))
     call('HSET', P .. 'announced-digests:' .. v, rank, ARGV[i + 5])
+    call('SADD', P .. 'announced', v)
+    call('EXPIRE', P .. 'announced', REMEMBERED_S)
     call('EXPIRE', P .. 'announced:' .. v, REMEMBERED_S)
     call('EXPIRE', P .. 'announced-digests:' .. v, REMEMBERED_S)
     if restored(v, attempt, slot, tiling) then ready[#ready + 1] = v end
