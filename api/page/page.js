@@ -82,7 +82,10 @@ function chart(title, points, unit, second) {
 }
 
 function versions(model) {
-  const rows = [...model.versions].reverse().slice(0, 12).map((v) => {
+  const gone = (v) => v.state === "freed" || v.state === "aborted";
+  const past = model.versions.filter(gone).slice(-5);
+  const shown = model.versions.filter((v) => !gone(v) || past.includes(v)).reverse();
+  const rows = shown.map((v) => {
     const notes = [];
     if (v.version === model.current) notes.push(model.held ? "held" : "current");
     if (v.pinned) notes.push("pinned");

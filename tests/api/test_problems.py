@@ -58,7 +58,7 @@ def check_answer(response: httpx.Response) -> None:
 async def test_unknown_paths_and_methods_are_problems_that_point_to_the_routes(
     http: httpx.AsyncClient,
 ) -> None:
-    for path in ("/", "/v1", "/v1/models/", "/v1/nothing", "/v1/models/a/b/c"):
+    for path in ("/nothing", "/v1", "/v1/models/", "/v1/nothing", "/v1/models/a/b/c"):
         assert "/docs" in problem(await http.get(path), 404, "not-found")["detail"]
     wrong = await http.delete("/v1/models")
     problem(wrong, 405, "method-not-allowed")

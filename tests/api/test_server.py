@@ -76,7 +76,7 @@ def test_urls_of_both_families() -> None:
 ENDLESS_PLANNING = """
 import time
 from weightdepot.api import planner
-planner.make_tiling = lambda producers, consumers: time.sleep(60)
+planner.TilingMaker.make = lambda maker, consumers, load: time.sleep(60)
 """
 
 
