@@ -28,7 +28,7 @@ function span(seconds) {
 
 function ago(seconds) {
   const now = Date.now() / 1000 - seconds;
-  return now < 5 ? "now" : span(now) + " ago";
+  return now < 5 ? "now" : (now < 120 ? Math.round(now) + " s" : span(now)) + " ago";
 }
 
 function table(headings, rows) {

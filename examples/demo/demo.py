@@ -70,11 +70,12 @@ class Child:
     @staticmethod
     def _read(name: str, process: subprocess.Popen[str], messages: queue.Queue[Message]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                messages.put(json.loads(line))
-            except json.JSONDecodeError:
-                messages.put({"kind": "text", "text": line.strip()})
+        with process.stdout:
+            for line in process.stdout:
+                try:
+                    messages.put(json.loads(line))
+                except json.JSONDecodeError:
+                    messages.put({"kind": "text", "text": line.strip()})
         messages.put({"kind": "ended", "name": name, "status": process.wait()})
 
     def say(self, word: str) -> None:
@@ -93,6 +94,9 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
 
 
 @dataclass
@@ -172,6 +176,7 @@ class Demo:
         self.options, self.folder = options, folder
         self.messages: queue.Queue[Message] = queue.Queue()
         self.controller: Child | None = None
+        self.url = ""  # where the controller answers
         self.children: list[Child] = []
         self.parameters = 0
         self.versions: list[Version] = []
@@ -190,9 +195,9 @@ class Demo:
         return command
 
     def start(self) -> None:
-        url = self.start_controllers()
+        self.url = self.start_controllers()
         common = [
-            "--controller", url, "--model", "policy", "--size", self.options.size, "--steps",
+            "--controller", self.url, "--model", "policy", "--size", self.options.size, "--steps",
             str(self.options.steps), "--transport", self.options.transport, "--references", str(self.folder),
         ]  # fmt: skip
         for rank in range(TRAINERS):
