@@ -1,4 +1,4 @@
-"""Pictures of the page for README.md and docs/, taken of the demo while it runs: `python docs/screenshots.py`.
+"""Pictures of the page for README.md, taken of the demo while it runs: `python docs/screenshots.py`.
 
 Needs Chromium (Debian: apt-get install chromium) and Playwright.
 """

@@ -3,22 +3,77 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+
+import weightdepot
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["docs/connect.md", "docs/loaders.md"])
-def test_the_code_on_the_page_runs(page: str, controller: str) -> None:
+def run(page: str, controller: str, **given: object) -> dict[str, object]:
+    """The names that stand when the page's code has run, one block after the other."""
     text = (ROOT / page).read_text()
-    namespace: dict[str, object] = {"__name__": "guide"}
+    namespace: dict[str, object] = {"__name__": "guide", **given}
     for found in BLOCK.finditer(text):
         line = text[: found.start()].count("\n") + 1
         code = "\n" * line + found.group(1).replace("http://localhost:8300", controller)
         exec(compile(code, page, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/connect.md", "docs/loaders.md"])
+def test_the_code_on_the_page_runs(page: str, controller: str) -> None:
+    run(page, controller)
+
+
+class Engine(torch.nn.Module):
+    """One that fuses what the checkpoint has apart, as engines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.calls: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            start = 4 * (name == "up.weight")
+            self.gate_up[start : start + 4].copy_(tensor)
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def flush_prefix_cache(self, salt: int) -> None:
+        self.calls.append(f"salt {salt}")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def test_the_ten_lines_of_the_readme_run(controller: str) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("gate", "up")})
+    engine = Engine()
+    alone = {"rank": 0, "world_size": 1, "tp_rank": 0, "tp_size": 1, "step": 7}
+    names = run("README.md", controller, URL=controller, model=model, engine_model=engine, **alone)
+    assert names["version"] == 7
+    assert torch.equal(engine.gate_up, torch.cat([*model.parameters()]))
+    for member in (names["consumer"], names["producer"]):
+        member.close()  # type: ignore[attr-defined]
+
+
+def test_the_hooks_are_called_as_the_page_on_concepts_says(controller: str) -> None:
+    engine = Engine()
+    weights = {"gate_up": torch.ones(8, 4)}
+    with weightdepot.Producer(controller, model="policy", weights=weights) as producer:
+        producer.publish(8, wait="ready")
+        names = run("docs/concepts.md", controller, url=controller, engine=engine, weightdepot=weightdepot)
+        with names["consumer"] as consumer:  # type: ignore[attr-defined]
+            assert consumer.update() == 8
+    assert engine.calls == ["pause", "salt 8", "resume"]
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
