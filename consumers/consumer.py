@@ -361,6 +361,7 @@ class Consumer:
                 moved=claim.done.moved,
                 transports=claim.done.transports,
                 prefetched=claim.prefetched,
+                sources=claim.done.sources,
             )
             self._updating.finish(claim, deadline, updated.figures())
         finally:

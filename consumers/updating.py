@@ -12,7 +12,7 @@ import torch
 from weightdepot.api.client import ControllerClient
 from weightdepot.consumers.generation import Serving
 from weightdepot.consumers.hooks import Hooks
-from weightdepot.consumers.pull import Pulled, pull
+from weightdepot.consumers.pull import FromSource, Pulled, pull
 from weightdepot.consumers.rounds import Rounds
 from weightdepot.consumers.staging import Staging
 from weightdepot.store.errors import StaleGroup, WaitTimeout, WeightDepotError
@@ -49,10 +49,26 @@ class Updated:
     """Those really in use."""
     prefetched: bool = False
     """Whether it was read in the background."""
+    sources: tuple[FromSource, ...] = ()
+    """By producer rank: over which transport, how many bytes, how long it took and was expected to take."""
+
+    @property
+    def reading(self) -> float:
+        """Seconds that the sources took, those read side by side added up."""
+        return sum(source.seconds for source in self.sources)
+
+    @property
+    def predicted(self) -> float | None:
+        """The same as earlier updates let expect; None where there is a source that they say nothing of."""
+        expected = [source.predicted for source in self.sources if source.predicted is not None]
+        return sum(expected) if expected and len(expected) == len(self.sources) else None
 
     def figures(self) -> dict[str, Any]:
         """What the controller is told of it, to show it."""
+        predicted = self.predicted
         return {
+            **({} if predicted is None else {"predicted": predicted}),
+            "reading": self.reading,
             "wait": self.wait,
             "pull": self.pull,
             "place": self.place,

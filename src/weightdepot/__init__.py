@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightdepot.consumers import AsyncConsumer, Consumer, Generation, Updated
+    from weightdepot.consumers import AsyncConsumer, Consumer, FromSource, Generation, Updated
     from weightdepot.producers import AsyncProducer, Producer, Published, Sealed
     from weightdepot.store.errors import (
         ControllerUnavailable,
@@ -42,6 +42,7 @@ __all__ = [
     "AsyncProducer",
     "Consumer",
     "ControllerUnavailable",
+    "FromSource",
     "Generation",
     "IndexUnavailable",
     "IntegrityError",
@@ -76,6 +77,7 @@ __all__ = [
 _HOME = {
     "AsyncConsumer": "weightdepot.consumers",
     "Consumer": "weightdepot.consumers",
+    "FromSource": "weightdepot.consumers",
     "Generation": "weightdepot.consumers",
     "Updated": "weightdepot.consumers",
     "AsyncProducer": "weightdepot.producers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -155,6 +155,33 @@ def test_the_controller_shows_what_the_last_update_took(
         assert member.stats["moved"] == full(0).nbytes
         assert member.stats["transports"] == "shm"
         assert member.stats["pull"] > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_a_read_took_is_told_beside_what_was_expected(
+    controller: str, model: str, transport: Literal["shm", "tcp"]
+) -> None:
+    held, got = ({"w": torch.zeros(1024, 1024)} for _ in range(2))
+    with (
+        Producer(controller, model=model, weights=held, transport=transport) as source,
+        Consumer(controller, model=model, weights=got, group="rollout", transport=transport) as consumer,
+        ControllerClient(controller) as client,
+    ):
+        for version in (1, 2):
+            source.publish(version, wait="ready")
+            consumer.update()
+            last = consumer.last
+            assert last is not None
+            (read,) = last.sources
+            assert (read.rank, read.transport, read.nbytes) == (0, transport, 4 << 20)
+            assert last.reading == read.seconds > 0
+            assert last.predicted == read.predicted
+            if version == 1:
+                assert read.predicted is None, "nothing was read before"
+                took = read.seconds
+        assert read.predicted == pytest.approx(took), "as fast as the time before"
+        (member,) = client.group(model, "rollout").members
+        assert member.stats["predicted"] == pytest.approx(took)
 
 
 def test_a_rank_of_which_the_controller_knows_better_takes_it_back_and_moves(
