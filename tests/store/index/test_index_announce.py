@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weightdepot.store.errors import MemberConflict, VersionNotNewer
+from weightdepot.store.errors import MemberConflict, PublishAborted, VersionNotNewer
 from weightdepot.store.index import GroupState, Index, VersionState
 from weightdepot.store.index.records import Held
 
@@ -79,6 +79,20 @@ async def test_a_slot_that_a_newer_version_has_is_not_given_back(index: Index, h
     for rank in (0, 1):
         assert await announce(index, rank, [held[rank]]) == ()
     assert (await index.model("m")).latest == 9
+
+
+async def test_an_open_version_below_what_was_ready_before_is_aborted(index: Index, hand: Hand) -> None:
+    """It was opened before anybody had told how far the versions had come."""
+    held = await lose(index, hand)
+    await producers(index)
+    await open_version(index, 4, 0, "p0")
+    await announce(index, 0, [held[0]], highest=5)
+    aborted = await index.version("m", 4)
+    assert (aborted.state, (await index.model("m")).highest) == (VersionState.ABORTED, 5)
+    assert "versions only rise" in aborted.reason
+    with pytest.raises(PublishAborted):
+        await index.seal("m", 4, 0, "p0", part(0, "p0"), b"\0" * 16)
+    assert await announce(index, 1, [held[1]], highest=5) == (5,)
 
 
 async def test_what_the_index_knows_to_be_freed_or_aborted_stays_so(index: Index, hand: Hand) -> None:
