@@ -65,6 +65,12 @@ class Metrics:
         self._problems = Counter(
             PREFIX + "problems", "Answers that were problems, by kind.", ["kind"], **counted
         )
+        self._waits = Counter(
+            PREFIX + "waits",
+            "Long polls of members that ended without an answer, by what they wait for.",
+            ["model", "reason"],
+            **counted,
+        )
 
     def sealed(self, model: str, nbytes: int, stats: Mapping[str, Any]) -> None:
         """A producer rank has sealed its part."""
@@ -89,6 +95,10 @@ class Metrics:
         transports = str(stats.get("transports") or "unknown").replace(" ", "")[:64]
         self._moved.labels(model, transports).inc(_number(stats.get("moved")) or 0)
 
+    def waited(self, model: str, reason: str) -> None:
+        """A producer asked for a slot, or a consumer for a version, and was told to ask again."""
+        self._waits.labels(model, reason).inc()
+
     def problem(self, kind: str) -> None:
         """An answer was a problem of this kind."""
         self._problems.labels(kind).inc()
@@ -107,6 +117,7 @@ class Metrics:
         )
         of_model = _ModelGauges(now)
         for model, groups in models:
+            self._waits.labels(model.name, "slot")  # from 0 on: the first one is an increase, too
             of_model.show(model, groups)
         return generate_latest(now) + generate_latest(self._registry)
 
@@ -120,6 +131,9 @@ class _ModelGauges:
         self._current = gauge("current_version", "Version that groups are given: the newest, unless held.")
         self._held = gauge("held", "Whether an operator holds the model.")
         self._states = gauge("versions", "Versions that are remembered, by state.", "state")
+        self._aborted = Counter(
+            PREFIX + "aborted_versions", "Versions that were ever aborted.", ["model"], registry=registry
+        )
         self._leases = gauge("leases", "Live leases on versions of each state.", "state")
         self._slots = gauge("slots_used", "Slots with a version that is open, ready or retired.")
         self._all_slots = gauge("slots", "Slots that versions rotate through.")
@@ -138,6 +152,7 @@ class _ModelGauges:
         if model.current is not None:
             self._current.labels(name).set(model.current)
         self._held.labels(name).set(model.held)
+        self._aborted.labels(name).inc(model.aborted)
         for state in STATES:
             of_state = [v for v in model.versions if v.state is state]
             self._states.labels(name, state.value).set(len(of_state))

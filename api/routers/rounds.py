@@ -30,6 +30,7 @@ async def begin_round(
     *,
     body: requests.RoundIn,
     wait: WaitDep,
+    controller: ControllerDep,
     index: IndexDep,
     waiters: WaitersDep,
 ) -> dict[str, records.Round | Wait]:
@@ -52,7 +53,10 @@ async def begin_round(
         )
 
     answer = await waiters.until(model, patiently(model, attempt, wait, member=True), wait)
-    return {"wait": answer} if isinstance(answer, Wait) else {"round": answer}
+    if isinstance(answer, Wait):
+        controller.metrics.waited(model, answer.reason)
+        return {"wait": answer}
+    return {"round": answer}
 
 
 @router.post(

@@ -66,6 +66,7 @@ async def open_version(
     body: requests.OpenIn,
     *,
     wait: WaitDep,
+    controller: ControllerDep,
     index: IndexDep,
     planner: PlannerDep,
     waiters: WaitersDep,
@@ -139,7 +140,10 @@ async def open_version(
         )
 
     answer = await waiters.until(model, attempt, wait)
-    return {"wait": answer} if isinstance(answer, Wait) else {"grant": answer}
+    if isinstance(answer, Wait):
+        controller.metrics.waited(model, answer.reason)
+        return {"wait": answer}
+    return {"grant": answer}
 
 
 MinVersion = Annotated[fields.PathNumber, Query(description="No older one will do.")]

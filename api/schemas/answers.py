@@ -104,6 +104,7 @@ class Model(Answer):
     membership: Annotated[
         int, Field(description="Rises when a member joins, leaves, or states another layout.")
     ] = 0
+    aborted: Annotated[int, Field(description="Versions that were ever aborted.")] = 0
 
 
 class Group(Answer):

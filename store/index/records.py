@@ -124,6 +124,7 @@ class Model:
     policy: Policy = Policy()
     tags: dict[str, int] = field(default_factory=dict)
     membership: int = 0  # rises when a member joins, leaves, or states another layout
+    aborted: int = 0  # versions that were ever aborted, also those that are no more remembered
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,7 @@ local function unsealed(v)
 end
 local function close(v, state, reason)
   call('HSET', P .. 'version:' .. v, 'state', state, 'reason', reason)
+  if state == 'aborted' then call('HINCRBY', META, 'aborted', 1) end
   call('SREM', P .. 'pins', v)
   local tags = call('HGETALL', P .. 'tags')
   for i = 1, #tags, 2 do

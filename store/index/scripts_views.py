@@ -21,7 +21,8 @@ for _, v in ipairs(all_versions()) do versions[#versions + 1] = version_view(v) 
 return answer({incarnation = tonumber(meta('incarnation')), world_size = world_size,
   membership = tonumber(meta('membership')),
   retention = tonumber(meta('retention')), latest = num(meta('latest')), highest = num(meta('highest')),
-  hold = held_at(), policy = policy_view(), tags = some(call('HGETALL', P .. 'tags')),
+  aborted = num(meta('aborted')) or 0, hold = held_at(), policy = policy_view(),
+  tags = some(call('HGETALL', P .. 'tags')),
   producers = some(producers), versions = some(versions)})
 """
 )

@@ -149,6 +149,7 @@ class ModelWire(msgspec.Struct):
     membership: int
     latest: int | None = None
     highest: int | None = None
+    aborted: int = 0
     hold: int | None = None
     policy: PolicyWire | None = None
     tags: list[str] = []  # name, version, name, version...
@@ -165,6 +166,7 @@ class ModelWire(msgspec.Struct):
             producers=tuple(m.record() for m in self.producers),
             versions=tuple(v.record(model) for v in self.versions),
             highest=self.highest,
+            aborted=self.aborted,
             current=self.latest if self.hold is None else self.hold,
             held=self.hold is not None,
             policy=self.policy.record() if self.policy else Policy(),

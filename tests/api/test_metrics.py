@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -108,12 +109,12 @@ def alert_series() -> dict[str, tuple[list[dict[str, str]], str, dict[str, str]]
             {"model": "policy", "severity": "warning"},
         ),
         "WeightdepotNoFreeSlot": (
-            [{"series": 'weightdepot_problems_total{kind="store-full"}', "values": "0 0 1x10"}],
+            [{"series": 'weightdepot_waits_total{model="policy",reason="slot"}', "values": "0 0 1x10"}],
             "4m",
-            {"kind": "store-full", "severity": "critical"},
+            {"model": "policy", "severity": "critical"},
         ),
         "WeightdepotPublishAborted": (
-            [{"series": 'weightdepot_versions{model="policy",state="aborted"}', "values": "0 0 1x10"}],
+            [{"series": 'weightdepot_aborted_versions_total{model="policy"}', "values": "0 0 1x10"}],
             "4m",
             {"model": "policy", "severity": "warning"},
         ),
@@ -143,13 +144,9 @@ def test_every_alert_is_of_a_metric_that_there_is(controller: str) -> None:
         for name in [metric.split()[2]]
     }
     for rule in rules:
-        used = {
-            word
-            for word in rule["expr"].replace("(", " ").replace("{", " ").split()
-            if "weightdepot_" in word
-        }
+        used = set(re.findall(r"weightdepot_\w+", rule["expr"]))
         assert used, rule
-        assert {word.strip("()") for word in used} <= names, rule
+        assert used <= names, rule
 
 
 @needs_promtool

@@ -120,6 +120,7 @@ class State:
         self.versions: dict[int, Publish] = {}
         self.announced: dict[int, dict[int, Announced]] = {}  # version -> rank -> its part
         self.highest: int | None = None
+        self.aborted = 0
         self.groups: dict[str, Band] = {}
         self.rounds: dict[str, int] = {}
         self.pins: set[int] = set()
@@ -182,6 +183,7 @@ class State:
 
     def close(self, n: int, state: str) -> None:
         self.versions[n].state = state
+        self.aborted += state == "aborted"
         self.pins.discard(n)
         self.tags = {name: v for name, v in self.tags.items() if v != n}
         if self.hold_at == n:

@@ -59,6 +59,7 @@ class IndexMachine(Members, Versions, Rounds):
         assert (model.incarnation, model.world_size, model.latest) == (
             self.ref.incarnation, self.ref.size, self.ref.latest,
         )  # fmt: skip
+        assert model.aborted == self.ref.aborted
         hold = self.ref.hold_at
         assert (model.held, model.current) == (hold is not None, self.ref.latest if hold is None else hold)
         assert model.tags == self.ref.tags
