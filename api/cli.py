@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weightdepot.api import cli_operations, cli_serve, cli_views
+from weightdepot.api import cli_operations, cli_serve, cli_top, cli_views
 from weightdepot.api.cli_common import FAILED, AsJson, Ca, ControllerUrl, Run, Token, client_of, errors_said
 from weightdepot.api.release import release as installed_release
 
@@ -56,6 +56,7 @@ for command in (
     cli_serve.serve,
     cli_serve.token,
     cli_views.status,
+    cli_top.top,
     cli_views.versions,
     cli_views.wait,
     cli_views.converged,

@@ -39,14 +39,7 @@ def status(
 ) -> None:
     """Who publishes, which versions there are, who holds which, who lags, and what is stuck."""
     with asking(controller, run, token, ca) as client:
-        names = [model] if model is not None else client.models(timeout=cli_common.ANSWER_TIMEOUT)
-        reports = []
-        for name in names:
-            try:
-                reports.append(_report(client, name))
-            except UnknownModel:  # forgotten since the names were listed
-                if model is not None:
-                    raise
+        reports = reports_of(client, model, cli_common.ANSWER_TIMEOUT)
         if as_json:
             shown = [_plain(report) for report in reports]
             print_json({"controller": client.url, "run": client.run, "models": shown})
@@ -148,9 +141,19 @@ def _find(client: ControllerClient, timeout: float) -> None:
     client.ready(timeout=min(timeout, cli_common.ANSWER_TIMEOUT))
 
 
-def _report(client: ControllerClient, name: str) -> ModelReport:
-    limit = cli_common.ANSWER_TIMEOUT
-    return report_on(client.model(name, timeout=limit), client.groups(name, timeout=limit))
+def reports_of(client: ControllerClient, model: str | None, timeout: float) -> list[ModelReport]:
+    """Of one model, or of all. `timeout`: seconds for each answer."""
+    names = [model] if model is not None else client.models(timeout=timeout)
+    reports = []
+    for name in names:
+        try:
+            reports.append(
+                report_on(client.model(name, timeout=timeout), client.groups(name, timeout=timeout))
+            )
+        except UnknownModel:  # forgotten since the names were listed
+            if model is not None:
+                raise
+    return reports
 
 
 def _plain(report: ModelReport) -> dict[str, Any]:

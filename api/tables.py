@@ -15,6 +15,7 @@ from weightdepot.store.index.records import (
     GroupState,
     Member,
     Mode,
+    Model,
     Version,
     VersionState,
 )
@@ -32,7 +33,7 @@ _STATE_STYLE = {
 }
 
 
-def size_text(nbytes: int) -> str:
+def size_text(nbytes: float) -> str:
     """Decimal units, as network cards and disks are sold."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -57,12 +58,12 @@ def show_versions(console: Console, model: str, versions: Sequence[Version]) -> 
     for v in sorted(versions, key=lambda version: -version.version):
         table.add_row(
             str(v.version),
-            _state(v.state),
+            state_text(v.state),
             "live" if v.live else str(v.slot),
             f"{len(v.sealed)}/{v.world_size}",
             size_text(v.nbytes),
             Text(", ".join(v.leases)),
-            Text(_note(v)),
+            Text(version_note(v)),
         )
     console.print(table)
 
@@ -79,29 +80,19 @@ def show_convergence(console: Console, seen: Convergence) -> None:
             console.print(Text(f"{what}: {', '.join(groups)}"))
 
 
-def _note(version: Version) -> str:
+def version_note(version: Version) -> str:
     kept = ["pinned"] if version.pinned else []
     return "; ".join([*kept, *(f"tag {name}" for name in version.tags), *filter(None, [version.reason])])
 
 
 def _show_model(console: Console, report: ModelReport, ranks: bool) -> None:
     model = report.model
-    latest = "nothing ready" if model.latest is None else f"latest {model.latest}"
-    if model.held:
-        latest += f", held at {model.current}"
-    alive = sum(member.alive for member in model.producers)
-    mode = model.policy.mode.value
-    if model.policy.mode is Mode.BOUNDED:
-        mode += f" by {model.policy.max_lag}"
-    console.print(
-        Text(model.name, style="bold"),
-        Text(f"{latest}; {mode}; {alive} of {model.world_size} producers alive"),
-    )
+    console.print(model_title(model))
     show_versions(console, model.name, model.versions)
     if report.groups:
         table = Table("group", "state", "holds", "lag", "alive", "reads", box=None, pad_edge=False)
         for group in report.groups:
-            table.add_row(Text(group.group), _state(group.state), *_group(group))
+            table.add_row(Text(group.group), state_text(group.state), *group_cells(group))
         console.print(table)
     if ranks:
         for group in report.groups:
@@ -111,15 +102,32 @@ def _show_model(console: Console, report: ModelReport, ranks: bool) -> None:
             console.print(Text(group.group, style="bold"))
             console.print(table)
     for trouble in report.troubles:
-        console.print(Text("! ", style="red") + Text(trouble))
+        console.print(trouble_text(trouble))
     console.print()
+
+
+def model_title(model: Model) -> Text:
+    latest = "nothing ready" if model.latest is None else f"latest {model.latest}"
+    if model.held:
+        latest += f", held at {model.current}"
+    alive = sum(member.alive for member in model.producers)
+    mode = model.policy.mode.value
+    if model.policy.mode is Mode.BOUNDED:
+        mode += f" by {model.policy.max_lag}"
+    return Text(model.name, style="bold").append(
+        f" {latest}; {mode}; {alive} of {model.world_size} producers alive", "not bold"
+    )
+
+
+def trouble_text(trouble: str) -> Text:
+    return Text("! ", style="red").append(trouble, "default")
 
 
 def _number(version: int | None) -> str:
     return "-" if version is None else str(version)
 
 
-def _group(group: Group) -> tuple[str | Text, ...]:
+def group_cells(group: Group) -> tuple[str | Text, ...]:
     alive = sum(member.alive for member in group.members)
     holds = _number(group.version)
     if group.state is GroupState.MOVING:
@@ -144,5 +152,5 @@ def _member(member: Member) -> tuple[str | Text, ...]:
     )
 
 
-def _state(state: VersionState | GroupState) -> Text:
+def state_text(state: VersionState | GroupState) -> Text:
     return Text(state.value, style=_STATE_STYLE[state])
