@@ -31,6 +31,7 @@ from weightdepot.api.routers import (
     versions,
 )
 from weightdepot.api.settings import Settings
+from weightdepot.api.traced import Traced
 from weightdepot.store.index.index import Index
 
 RESOURCES = (layouts, models, overview, operations, members, versions, plans, groups, rounds, events)
@@ -72,7 +73,8 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
     )
     problems.install(app, counted.problem)
     app.add_middleware(BodyLimit, limit=settings.limits.body)
-    app.add_middleware(Authentication, access=access)  # the last one added is asked first
+    app.add_middleware(Authentication, access=access)
+    app.add_middleware(Traced)  # the last one added is asked first
     app.include_router(health.router, prefix="/v1")
     app.include_router(metrics.router, dependencies=[RunCheck])
     v1 = APIRouter(prefix="/v1", dependencies=[RunCheck])

@@ -32,6 +32,7 @@ from weightdepot.store.errors import (
     WeightDepotError,
     from_problem,
 )
+from weightdepot.store.spans import HEADER, traceparent
 
 T = TypeVar("T")
 
@@ -187,6 +188,9 @@ class Exchange:
                 timeout=self._timeout(deadline, wait),
             )  # fmt: skip
 
+        trace = traceparent()
+        if trace:  # the work is part of a trace; what the client does on its own (heartbeats) is not
+            headers[HEADER] = trace
         return self._answer(ask, deadline).content
 
     @contextlib.contextmanager

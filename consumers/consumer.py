@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal
@@ -29,6 +30,7 @@ from weightdepot.store.errors import InvalidRequest, WaitTimeout, WeightDepotErr
 from weightdepot.store.index.records import Group, VersionState
 from weightdepot.store.layout import Layout, TensorSpec
 from weightdepot.store.progress import OnProgress, Progress, ignore
+from weightdepot.store.spans import Span, span
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Mapped, Weights
@@ -220,7 +222,11 @@ class Consumer:
         if not self._busy.acquire(blocking=False):
             raise InvalidRequest("update was called while another thread is in it", model=self.model)
         try:
-            return self._update(ask, limit)
+            with self._traced("weightdepot.update") as traced:
+                now = self._update(ask, limit)
+                if self._last is not None:
+                    traced.set(version=now, **self._last.figures())
+                return now
         finally:
             self._busy.release()
 
@@ -328,11 +334,16 @@ class Consumer:
         turn = self._rounds.begin(Ask(version=wanted.version if wanted.exact else None), deadline)
         self._staged = turn.version
         try:
-            self._claim = replace(self._updating.stage(turn, deadline), prefetched=True)
+            with self._traced("weightdepot.prefetch") as traced:
+                traced.set(version=turn.version)
+                self._claim = replace(self._updating.stage(turn, deadline), prefetched=True)
         except BaseException:
             self._staged = None
             raise
         return turn.version
+
+    def _traced(self, name: str) -> AbstractContextManager[Span]:
+        return span(name, model=self.model, group=self.group, rank=self.rank, world_size=self.world_size)
 
     def _update(self, ask: Ask, timeout: float) -> int:
         deadline = time.monotonic() + timeout
@@ -363,7 +374,8 @@ class Consumer:
                 prefetched=claim.prefetched,
                 sources=claim.done.sources,
             )
-            self._updating.finish(claim, deadline, updated.figures())
+            with span("finish"):
+                self._updating.finish(claim, deadline, updated.figures())
         finally:
             self._working.release()
         self._last = replace(updated, group=time.perf_counter() - placed)
@@ -372,7 +384,8 @@ class Consumer:
     def _begin(self, ask: Ask, deadline: float) -> Claim:
         """Begin a round and read its version; again where the controller lost its state meanwhile."""
         while True:
-            turn = self._rounds.begin(ask, deadline)
+            with span("begin"):
+                turn = self._rounds.begin(ask, deadline)
             try:
                 return self._updating.read(turn, deadline)
             except WeightDepotError as error:

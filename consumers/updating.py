@@ -19,6 +19,7 @@ from weightdepot.store.errors import StaleGroup, WaitTimeout, WeightDepotError
 from weightdepot.store.index.records import Round
 from weightdepot.store.planning import Plan
 from weightdepot.store.progress import OnProgress
+from weightdepot.store.spans import span
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Mapped
@@ -203,17 +204,20 @@ class Updating:
                     model=self._model,
                     version=turn.version,
                 )
-            done = pull(
-                turn=turn,
-                plan=plan,
-                target=target,
-                digests=digests,
-                transports=self._transports,
-                deadline=deadline,
-                model=self._model,
-                on_progress=self._on_progress,
-                on_write=on_write,
-            )
+            published = str(turn.parts[0].stats.get("trace", "")) if turn.parts else ""
+            with span("pull", link=published, version=turn.version) as traced:
+                done = pull(
+                    turn=turn,
+                    plan=plan,
+                    target=target,
+                    digests=digests,
+                    transports=self._transports,
+                    deadline=deadline,
+                    model=self._model,
+                    on_progress=self._on_progress,
+                    on_write=on_write,
+                )
+                traced.set(moved=done.moved, needed=done.needed, transports=",".join(done.transports))
             self._rounds.check_lease(turn)
         except BaseException as error:
             self._fail(turn, error)
@@ -228,7 +232,8 @@ class Updating:
         try:
             if claim.staged:
                 begun = time.perf_counter()
-                self._place(turn.version)
+                with span("place"):
+                    self._place(turn.version)
                 seconds = time.perf_counter() - begun
             self._hooks.before_serve(turn.version)
         except BaseException as error:

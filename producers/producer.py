@@ -34,6 +34,7 @@ from weightdepot.store.errors import (
 from weightdepot.store.layout import Layout
 from weightdepot.store.moving import check_buffers
 from weightdepot.store.progress import OnProgress, Phase, Progress, ignore
+from weightdepot.store.spans import span
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
 from weightdepot.store.weights import Weights, layout_of, local_buffers
@@ -216,8 +217,14 @@ class Producer:
                 model=self.model,
             )
         self._check_open()
-        with self._alone():
-            return self._publish_alone(version, timeout, wait, cancelled)
+        traced = span(
+            "weightdepot.publish",
+            model=self.model, version=version, rank=self.rank, world_size=self.world_size,
+        )  # fmt: skip
+        with self._alone(), traced as publish:
+            done = self._publish_alone(version, timeout, wait, cancelled)
+            publish.set(nbytes=done.nbytes, wait=done.wait, pack=done.pack, settle=done.settle)
+            return done
 
     def _publish_alone(
         self, version: int, timeout: float | None, wait: Wait | None, cancelled: Callable[[], bool]

@@ -20,6 +20,7 @@ from weightdepot.store.errors import WeightDepotError
 from weightdepot.store.index.records import Grant, Mode, Policy
 from weightdepot.store.layout import Layout
 from weightdepot.store.moving import pack
+from weightdepot.store.spans import carried, span
 from weightdepot.store.timeouts import Timeouts
 
 
@@ -123,7 +124,7 @@ class Publishing:
         self._report("wait", version, 0, 0, "for a slot")
         early = self._pack_early(version, buffers, deadline, cancelled)
         if early is None:
-            session, grant = self._opening.open(version, deadline, cancelled=cancelled)
+            session, grant = self._open(version, deadline, cancelled)
         elif isinstance(early, Packed):
             return early, early.grant.policy
         else:  # granted, but to be packed in another way
@@ -135,7 +136,8 @@ class Publishing:
             segment = self._slots.take(grant, source.slot_nbytes)
             waited = time.perf_counter()
             self._report("pack", version, 0, source.payload, "")
-            pack(source, packing.copies, self._layout, buffers, segment.tensor)
+            with span("pack", nbytes=source.payload):
+                pack(source, packing.copies, self._layout, buffers, segment.tensor)
             stats = {"wait": waited - begun, "pack": time.perf_counter() - waited}
             if cancelled():
                 raise Cancelled(f"the publish of version {version} was cancelled")
@@ -165,11 +167,12 @@ class Publishing:
             return stopped.is_set() or cancelled()
 
         begun = time.perf_counter()
-        asked = self._asking.submit(self._opening.open, version, deadline, cancelled=over)
+        asked = self._asking.submit(carried(self._open), version, deadline, over)
         try:
             source = packing.source
             self._report("pack", version, 0, source.payload, "")
-            pack(source, packing.copies, self._layout, buffers, segment.tensor)
+            with span("pack", nbytes=source.payload):
+                pack(source, packing.copies, self._layout, buffers, segment.tensor)
             packed = time.perf_counter()
             session, grant = asked.result()
         except BaseException as error:
@@ -192,6 +195,10 @@ class Publishing:
         waited = max(time.perf_counter() - packed, 0.0)
         stats = {"wait": waited, "pack": packed - begun}
         return Packed(grant, session, source, segment, segment.tensor, stats)
+
+    def _open(self, version: int, deadline: float, cancelled: Callable[[], bool]) -> tuple[str, Grant]:
+        with span("open"):
+            return self._opening.open(version, deadline, cancelled=cancelled)
 
     def _unwanted(self, version: int, asked: Future[tuple[str, Grant]], why: str) -> None:
         if not asked.cancelled() and asked.exception() is None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from weightdepot.store.errors import (
 from weightdepot.store.index.records import Grant, Held, Part
 from weightdepot.store.progress import Phase
 from weightdepot.store.segments import Segment
+from weightdepot.store.spans import carried, span, traceparent
 from weightdepot.store.tiling import SourceTiling
 from weightdepot.store.timeouts import Timeouts
 from weightdepot.store.transports.select import Transports
@@ -85,7 +87,8 @@ class Sealing:
         future: Future[Sealed] = Future()
         self._sealing = packed.grant.version, future
         name = f"weightdepot-seal-{self._model}-{self._rank}"
-        threading.Thread(target=self._run, args=(packed, deadline, future), name=name, daemon=True).start()
+        run = carried(self._run)
+        threading.Thread(target=run, args=(packed, deadline, future), name=name, daemon=True).start()
         return future
 
     def settle(self, timeout: float, cancelled: Callable[[], bool] = never) -> None:
@@ -128,7 +131,8 @@ class Sealing:
 
     def _run(self, packed: Packed, deadline: float, future: Future[Sealed]) -> None:
         try:
-            sealed = self._seal(packed, deadline)
+            with span("seal"):
+                sealed = self._seal(packed, deadline)
         except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
             future.set_exception(error)
             return
@@ -168,8 +172,12 @@ class Sealing:
         source = packed.source
         self._report("digest", packed.grant.version, source.payload, source.payload, "")
         began = time.perf_counter()
-        digests = digest_tiles(packed.slot, source.offset, source.nbytes)
-        stats = {**packed.stats, "digest": time.perf_counter() - began}
+        with span("digest"):
+            digests = digest_tiles(packed.slot, source.offset, source.nbytes)
+        stats: dict[str, Any] = {**packed.stats, "digest": time.perf_counter() - began}
+        trace = traceparent()
+        if trace:  # for updates to this version to refer to
+            stats["trace"] = trace
         part = Part(
             self._rank,
             packed.session,

@@ -52,9 +52,12 @@ class Slots:
 
     def prepare(self, nbytes: int, count: int) -> None:
         """Have `count` segments in all, the new ones of this size: the pages of a new one cost more than what
-        is written into them. Where there is no room, `take` will say so when it is needed."""
+        is written into them. Where there is no room, `take` will say so when it is needed. What is spare
+        beyond the count is given back."""
         while True:
             with self._making:
+                while self._spare and len(self._slots) + len(self._spare) > count:
+                    self._give_back(self._spare.pop())
                 if self._closed or len(self._slots) + len(self._spare) >= count:
                     return
                 try:
@@ -118,7 +121,7 @@ class Slots:
             segment = self._spare.pop()
             if segment.nbytes >= nbytes:
                 return segment
-            segment.close()
+            self._give_back(segment)
         return Segment.create(nbytes, self._owner, self._session)
 
     def _give_back(self, segment: Segment) -> None:
