@@ -13,6 +13,7 @@ from weightdepot.api.feed import Feed
 from weightdepot.api.metrics import Metrics
 from weightdepot.api.planner import Planner
 from weightdepot.api.settings import Settings
+from weightdepot.api.together import Together
 from weightdepot.api.waiting import Waiters
 from weightdepot.store.errors import IndexUnavailable, UnknownModel
 from weightdepot.store.index.index import Index
@@ -36,6 +37,7 @@ class Controller:
     planner: Planner
     access: Access
     metrics: Metrics
+    together: Together
 
     def end_waits(self) -> None:
         """End long polls and streams, whose connections would hold up the end of the process."""
@@ -65,7 +67,7 @@ async def running(
             _for_ever("refresh", lambda: _refresh(index, planner, settings.timeouts.blob_ttl / 4))
         ),
     ]
-    controller = Controller(settings, index, waiters, feed, planner, access, metrics)
+    controller = Controller(settings, index, waiters, feed, planner, access, metrics, Together())
     try:
         yield controller
     finally:

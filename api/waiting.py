@@ -41,7 +41,8 @@ class Waiters:
     def __init__(self, recheck: float) -> None:
         """`recheck`: seconds after which a waiter looks again even when no event came."""
         self._recheck = recheck
-        self._bells: dict[str, set[asyncio.Event]] = defaultdict(set)
+        # by model: who waits, and the kinds of events that say nothing to them
+        self._bells: dict[str, dict[asyncio.Event, frozenset[str]]] = defaultdict(dict)
         self._closed = False
 
     @property
@@ -54,9 +55,10 @@ class Waiters:
         self._closed = True
         self.ring_all()
 
-    def ring(self, model: str) -> None:
-        for bell in self._bells.get(model, ()):
-            bell.set()
+    def ring(self, model: str, kind: str = "") -> None:
+        for bell, deaf in self._bells.get(model, {}).items():
+            if kind not in deaf:
+                bell.set()
 
     def ring_all(self) -> None:
         for bells in self._bells.values():
@@ -64,25 +66,33 @@ class Waiters:
                 bell.set()
 
     @contextlib.contextmanager
-    def _bell(self, model: str) -> Iterator[asyncio.Event]:
+    def _bell(self, model: str, deaf: frozenset[str]) -> Iterator[asyncio.Event]:
         bell = asyncio.Event()
-        self._bells[model].add(bell)
+        self._bells[model][bell] = deaf
         try:
             yield bell
         finally:
-            self._bells[model].discard(bell)
+            del self._bells[model][bell]
             if not self._bells[model]:
                 del self._bells[model]
 
-    async def until(self, model: str, attempt: Callable[[], Awaitable[T | Wait]], wait: float) -> T | Wait:
+    async def until(
+        self,
+        model: str,
+        attempt: Callable[[], Awaitable[T | Wait]],
+        wait: float,
+        deaf: frozenset[str] = frozenset(),
+    ) -> T | Wait:
         """The first answer that is no `Wait`; after `wait` seconds the last `Wait`.
 
         `attempt` is called at least once, and once more when the time is up; what it raises is raised.
+        deaf: kinds of events that cannot change its answer. Looking after them would only make the look after
+        the one that matters a later one.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait
         # registered before the first look: what changes after it rings
-        with self._bell(model) as bell:
+        with self._bell(model, deaf) as bell:
             while True:
                 bell.clear()
                 answer = await attempt()
@@ -111,7 +121,7 @@ class Waiters:
                     if event.kind == "subscribed":
                         self.ring_all()
                     else:
-                        self.ring(event.model)
+                        self.ring(event.model, event.kind)
             except IndexUnavailable as error:
                 log.warning("no events for now, waiters look every %.1f s: %s", self._recheck, error.message)
             await asyncio.sleep(delay)

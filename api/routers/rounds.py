@@ -16,6 +16,10 @@ from weightdepot.store.index.records import GroupState, RoundStatus, Wait
 router = APIRouter(prefix="/models/{model}/groups/{group}/rounds", tags=["groups"])
 
 
+# What happens to versions before they are ready says nothing to those who want to read one.
+UNREADY = frozenset({"open", "sealed"})
+
+
 @router.post(
     "",
     summary="Begin (or join) a round",
@@ -52,7 +56,7 @@ async def begin_round(
             tag=body.tag or "",
         )
 
-    answer = await waiters.until(model, patiently(model, attempt, wait, member=True), wait)
+    answer = await waiters.until(model, patiently(model, attempt, wait, member=True), wait, deaf=UNREADY)
     if isinstance(answer, Wait):
         controller.metrics.waited(model, answer.reason)
         return {"wait": answer}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -18,6 +17,7 @@ from weightdepot.api.asking import (
     timed_out,
 )
 from weightdepot.api.conditional import NOT_MODIFIED, IfNoneMatch, answered, matches, version_tag
+from weightdepot.api.controller import Controller
 from weightdepot.api.dependencies import ControllerDep, IndexDep, PlannerDep, WaitDep, WaitersDep
 from weightdepot.api.openapi import problems
 from weightdepot.api.planner import StillPlanning, Wanted
@@ -146,6 +146,9 @@ async def open_version(
     return {"grant": answer}
 
 
+# What happens to versions that are not ready yet, and within groups, does not change what is newest.
+ELSEWHERE = frozenset({"open", "sealed", "round", "staged", "applied"})
+
 MinVersion = Annotated[fields.PathNumber, Query(description="No older one will do.")]
 _NEWEST = {**problems(UnknownModel, NothingReady, NotYet), **NOT_MODIFIED}
 
@@ -155,21 +158,13 @@ async def latest(
     model: fields.ModelName,
     request: Request,
     wait: WaitDep,
-    index: IndexDep,
-    waiters: WaitersDep,
+    controller: ControllerDep,
     min_version: MinVersion = 0,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """A long poll: with `wait`, it answers the moment that such a version becomes ready; with
     `If-None-Match` too, the moment that it is another one."""
-    return await _newest(
-        lambda: index.latest(model, min_version),
-        model,
-        request,
-        known=if_none_match,
-        wait=wait,
-        waiters=waiters,
-    )
+    return await _newest(controller, model, min_version, False, request, if_none_match, wait)
 
 
 @router.get("/current", summary="The current version", response_model=answers.Version, responses=_NEWEST)
@@ -177,44 +172,39 @@ async def current(
     model: fields.ModelName,
     request: Request,
     wait: WaitDep,
-    index: IndexDep,
-    waiters: WaitersDep,
+    controller: ControllerDep,
     min_version: MinVersion = 0,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """What groups that ask for the newest are given: the newest ready version, or the one that the model is
     held at. A long poll, as `latest`."""
-    return await _newest(
-        lambda: index.latest(model, min_version, current=True),
-        model,
-        request,
-        known=if_none_match,
-        wait=wait,
-        waiters=waiters,
-    )
+    return await _newest(controller, model, min_version, True, request, if_none_match, wait)
 
 
 async def _newest(
-    look: Callable[[], Awaitable[records.Version | Wait]],
+    controller: Controller,
     model: str,
+    min_version: int,
+    held: bool,
     request: Request,
-    *,
     known: str | None,
     wait: float,
-    waiters: WaitersDep,
 ) -> Response:
     unchanged: records.Version | None = None
 
+    async def look() -> records.Version | Wait:
+        return await controller.index.latest(model, min_version, current=held)
+
     async def attempt() -> records.Version | Wait:
         nonlocal unchanged
-        found = await look()
+        found: records.Version | Wait = await controller.together.look((model, min_version, held), look)
         unchanged = None
         if not isinstance(found, Wait) and matches(known, version_tag(found)):
             unchanged = found
             return Wait("version", "unchanged")
         return found
 
-    answer = await waiters.until(model, patiently(model, attempt, wait), wait)
+    answer = await controller.waiters.until(model, patiently(model, attempt, wait), wait, deaf=ELSEWHERE)
     if unchanged is not None:
         return answered(request, unchanged, version_tag(unchanged))
     if not isinstance(answer, Wait):

@@ -54,6 +54,18 @@ async def test_an_event_of_the_model_wakes_and_one_of_another_does_not() -> None
     assert waiters.waiting == 0
 
 
+async def test_events_that_cannot_change_the_answer_do_not_wake() -> None:
+    waiters, looks = Waiters(recheck=30), Looks()
+    task = asyncio.create_task(waiters.until("m", looks, wait=30, deaf=frozenset({"sealed"})))
+    await asyncio.sleep(0.02)
+    waiters.ring("m", "sealed")
+    await asyncio.sleep(0.02)
+    assert looks.count == 1
+    looks.answer = "there"
+    waiters.ring("m", "ready")
+    assert await asyncio.wait_for(task, 0.5) == "there"
+
+
 async def test_what_changes_during_the_first_look_is_not_missed() -> None:
     waiters = Waiters(recheck=30)
     answers: list[str | Wait] = [NOT_YET, "there"]
