@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,19 +12,8 @@ import torch
 
 import weightdepot
 
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def run(page: str, controller: str, **given: object) -> dict[str, object]:
-    """The names that stand when the page's code has run, one block after the other."""
-    text = (ROOT / page).read_text()
-    namespace: dict[str, object] = {"__name__": "guide", **given}
-    for found in BLOCK.finditer(text):
-        line = text[: found.start()].count("\n") + 1
-        code = "\n" * line + found.group(1).replace("http://localhost:8300", controller)
-        exec(compile(code, page, "exec"), namespace)
-    return namespace
+from ..system.harness import Server
+from .pages import ROOT, run
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/connect.md", "docs/loaders.md"])
@@ -74,6 +64,39 @@ def test_the_hooks_are_called_as_the_page_on_concepts_says(controller: str) -> N
         with names["consumer"] as consumer:  # type: ignore[attr-defined]
             assert consumer.update() == 8
     assert engine.calls == ["pause", "salt 8", "resume"]
+
+
+def one_rank(folder: str, controller: str) -> None:
+    """The page on FSDP, in a process of its own: a process group is for the whole process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+
+    def train_one_step(trained: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.add_(1)
+
+    given = {"model": model, "rank": 0, "world_size": 1, "last": 3, "train_one_step": train_one_step}
+    names = run("docs/fsdp.md", controller, url=controller, **given)
+    got = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(2)}
+    with weightdepot.Consumer(controller, model="policy", weights=got) as consumer:
+        assert consumer.update(min_version=3) == 3
+    for name, parameter in model.named_parameters():
+        assert torch.equal(got[name], parameter.full_tensor())  # type: ignore[attr-defined]
+    names["producer"].close()  # type: ignore[attr-defined]
+    torch.distributed.destroy_process_group()
+
+
+def test_the_page_on_fsdp_runs(tmp_path: Path) -> None:
+    server = Server("--port", "0")
+    try:
+        child = mp.get_context("spawn").Process(target=one_rank, args=(str(tmp_path), server.url))
+        child.start()
+        child.join(100)
+        assert child.exitcode == 0
+    finally:
+        server.stop()
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import weightdepot
 from weightdepot import Producer
 from weightdepot.producers.hf import transformers_weights
 from weightdepot.producers.peft import adapter_weights, peft_adapter, peft_merged
 from weightdepot.store.errors import InvalidRequest, LayoutError
 from weightdepot.store.weights import Mapped, layout_of, local_buffers
 
+from ..docs.pages import run
 from .checkpoints import config_of, load, lora_of, model_of
 from .ranks import different, pulled
 
@@ -189,3 +191,10 @@ def test_a_layout_that_is_known_is_published_in_another_type_where_asked_for() -
     assert {t.dtype for t in layout.tensors} == {"bfloat16"}
     assert {b.dtype for b in layout.buffers} == {"float32"}
     assert local_buffers(peft_merged(tuned))
+
+
+def test_the_code_of_the_page_runs(controller: str) -> None:
+    given = {"url": controller, "model": lora_of(qwen3()), "step": 1, "weightdepot": weightdepot}
+    producer = run("docs/peft.md", controller, **given)["producer"]
+    assert isinstance(producer, Producer)
+    assert producer.highest == 1
