@@ -87,6 +87,21 @@ def test_promtool_accepts_the_metrics_and_the_rules(controller: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def names_of(controller: str) -> set[str]:
+    return {
+        line.split()[2]
+        for line in httpx.get(f"{controller}/metrics").text.splitlines()
+        if line.startswith("# TYPE ")
+    }
+
+
+def test_the_page_on_operations_names_every_metric(controller: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed = {f"weightdepot_{name}" for name in re.findall(r"`(\w+)`", text)}
+    created = {name for name in names_of(controller) if name.endswith("_created")}  # the library's own
+    assert names_of(controller) - created - listed == set()
+
+
 def alert_series() -> dict[str, tuple[list[dict[str, str]], str, dict[str, str]]]:
     """For each alert: series that cause it, when it is looked at, and its labels."""
     of = 'model="policy",group="g"'
@@ -138,12 +153,7 @@ def alert_series() -> dict[str, tuple[list[dict[str, str]], str, dict[str, str]]
 def test_every_alert_is_of_a_metric_that_there_is(controller: str) -> None:
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
     assert {rule["alert"] for rule in rules} == set(alert_series())
-    names = {
-        name
-        for metric in httpx.get(f"{controller}/metrics").text.splitlines()
-        if metric.startswith("# TYPE ")
-        for name in [metric.split()[2]]
-    }
+    names = names_of(controller)
     for rule in rules:
         used = set(re.findall(r"weightdepot_\w+", rule["expr"]))
         assert used, rule
