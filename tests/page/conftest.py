@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 PATIENCE = 20_000  # ms in which the page must show what is expected of it
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Playwright runs an event loop in this thread until it ends: no asynchronous test may come meanwhile."""
     api = pytest.importorskip("playwright.sync_api", exc_type=ImportError)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
