@@ -1,51 +1,35 @@
 """How long it takes, and how much memory, to find out what a loader does: one rank of a Qwen3-30B-A3B.
 
-    python benchmarks/layout.py [--json] [--check]
+    python benchmarks/layout.py [--json] [--check] [--samples N]
 
 18,867 checkpoint tensors, every expert on its own, into stacked experts and fused projections, tensor
 parallel 4, as vLLM loads them; on meta, without weights. Beside it, in the same run, the bare loader on meta.
 Each sample is a process of its own, with one thread; seconds are of CPU time, so that a busy machine does not
-count; the median of 5. `--check` ends with 1 where a limit is missed.
+count; the median of 5.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from common import measure, options, report, say
 from torch import Tensor, nn
 
 from weightdepot.store.dtypes import torch_dtype
 from weightdepot.store.layout import TensorSpec
-from weightdepot.store.tracing import trace_load
+from weightdepot.store.tracing import coverage, trace_load
 
 LAYERS, EXPERTS, HIDDEN, INNER, HEADS, KV, DIM, VOCAB = 48, 128, 2048, 768, 32, 4, 128, 151_936
 TP, RANK = 4, 3
-SAMPLES = 5
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], None]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """`baseline`: the same of the bare loader. `ok`: whether `value` is within `limit`; None without one."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float | None
-    ratio: float | None
-    limit: float | None
-    ok: bool | None
 
 
 def checkpoint() -> list[TensorSpec]:
@@ -151,6 +135,7 @@ def trace(tensors: list[TensorSpec]) -> None:
     found = trace_load(loader(params), tensors, params)
     assert len(found.layout.table) == len(tensors), found.report()
     assert set(found.tiers.values()) == {"traced"}, found.report()
+    assert not [*found.unused, *found.left, *coverage(found.layout)], found.report()
 
 
 def bare(tensors: list[TensorSpec]) -> None:
@@ -169,11 +154,11 @@ def _sample(work: Callable[[list[TensorSpec]], None], answer: Any) -> None:
     answer.send((seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024))
 
 
-def median(work: Callable[[list[TensorSpec]], None]) -> tuple[float, float]:
+def median(work: Callable[[list[TensorSpec]], None], samples: int) -> tuple[float, float]:
     """CPU seconds, and megabytes (of 2^20 bytes) that the process grew by."""
     context = multiprocessing.get_context("spawn")
     found = []
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_sample, args=(work, there))
         process.start()
@@ -187,32 +172,19 @@ def median(work: Callable[[list[TensorSpec]], None]) -> tuple[float, float]:
     return statistics.median(s for s, _ in found), statistics.median(m for _, m in found)
 
 
-def measure(name: str, value: float, unit: str, baseline: float, limit: float) -> Measure:
-    ratio = value / baseline if baseline else None
-    return Measure(name, value, unit, baseline, ratio, limit, value <= limit)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="a list of measures")
-    parser.add_argument("--check", action="store_true", help="end with 1 where a limit is missed")
-    options = parser.parse_args()
-    base_seconds, base_memory = median(bare)
-    seconds, memory = median(trace)
+    chosen = options(__doc__, samples=5)
+    say("the bare loader")
+    base_seconds, base_memory = median(bare, chosen.samples)
+    say("tracing")
+    seconds, memory = median(trace, chosen.samples)
     found = [
-        measure("trace one rank of Qwen3-30B-A3B", seconds, "s", base_seconds, 3.0),
-        measure("additional memory while tracing", memory, "MB", base_memory, 500.0),
+        measure("trace one rank of Qwen3-30B-A3B", seconds, "s", limit=3.0),
+        measure("additional memory while tracing", memory, "MB", limit=500.0),
+        measure("beside the bare loader, time", seconds, "s", baseline=base_seconds),
+        measure("beside the bare loader, memory", memory, "MB", baseline=base_memory),
     ]
-    if options.json:
-        print(json.dumps([asdict(m) for m in found], indent=2))
-    else:
-        for m in found:
-            ratio = f" ({m.ratio:.1f} times as much)" if m.ratio else ""
-            print(
-                f"{m.name}: {m.value:.2f} {m.unit}, bare loader {m.baseline:.2f} {m.unit}{ratio}; "
-                f"limit {m.limit:g} {m.unit}: {'ok' if m.ok else 'MISSED'}"
-            )
-    return int(options.check and not all(m.ok for m in found))
+    return report(found, chosen)
 
 
 if __name__ == "__main__":
