@@ -402,7 +402,8 @@ def fingerprint(x: torch.Tensor) -> tuple[object, ...]:
     form = (x.dtype, tuple(x.shape))
     if x.device.type == "meta" or x.numel() > MAX_REAL:
         return form
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # a copy, since `contiguous` keeps the strides of one element, whatever they are
+    flat = x.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return (*form, hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest())
 
 

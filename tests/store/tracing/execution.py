@@ -38,9 +38,11 @@ def specs(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    return (
-        bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-    )
+    if not tensor.numel():
+        return b""
+    # `contiguous` keeps the strides of one element, whatever they are
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return bytes(flat.view(torch.uint8).tolist())
 
 
 def apply(layout: Layout, weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
