@@ -45,7 +45,7 @@ def create_app(settings: Settings, index: Index | None = None) -> FastAPI:
     work, such as a tokens file that is none.
     """
     access = Access(settings.tokens, settings.open_reading, settings.run)
-    counted = Metrics()
+    counted = Metrics(settings.run)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -80,8 +80,7 @@ def _slot_troubles(model: Model) -> Iterator[str]:
     ]
     newest = max((v.version for v in using if v.state is VersionState.READY), default=None)
     blocked = [v for v in using if v.leases and v.version != newest]
-    slots = max(model.retention, model.policy.max_lag + 2 if model.policy.mode is Mode.BOUNDED else 0)
-    if len(using) >= slots and len(blocked) == len(using) - (newest is not None) and blocked:
+    if len(using) >= model.window and len(blocked) == len(using) - (newest is not None) and blocked:
         holders = sorted({lease for v in blocked for lease in v.leases})
         yield f"every slot is in use; the next publish waits for {', '.join(holders)}"
 

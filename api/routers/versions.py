@@ -139,7 +139,14 @@ async def open_version(
             live=body.live,
         )
 
-    answer = await waiters.until(model, attempt, wait)
+    with controller.metrics.openings.asking(model, body.version, body.rank) as told:
+
+        async def noted() -> Grant | Wait:
+            answer = await attempt()
+            told(answer)
+            return answer
+
+        answer = await waiters.until(model, noted, wait)
     if isinstance(answer, Wait):
         controller.metrics.waited(model, answer.reason)
         return {"wait": answer}

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("grafana.json")
+MOST_ABREAST = 4
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-OF_MODEL = 'model=~"$model"'
-OF_GROUP = 'model=~"$model",group=~"$group"'
+OF_RUN = 'run=~"$run"'
+OF_MODEL = OF_RUN + ',model=~"$model"'
+OF_GROUP = OF_MODEL + ',group=~"$group"'
+MODEL, GROUP = "{{run}}/{{model}}", "{{run}}/{{model}} {{group}}"  # legends
 
 Panel = dict[str, Any]
 Query = tuple[str, str]  # expression, legend
 
 
-def gauge(metric: str, labels: str, by: str = "model") -> str:
+def gauge(metric: str, labels: str, by: str = "run, model") -> str:
     """Of what is read from the index every controller tells the same."""
     return f"max by ({by}) (weightdepot_{metric}{{{labels}}})"
 
@@ -63,43 +66,44 @@ def targets(queries: tuple[Query, ...]) -> list[dict[str, Any]]:
 
 ROWS: dict[str, list[Panel]] = {
     "Now": [
-        number("Current version", (gauge("current_version", OF_MODEL), "{{model}}")),
+        number("Current version", (gauge("current_version", OF_MODEL), MODEL)),
         number(
             "Producers missing",
             (
-                f"max by (model) (weightdepot_producers{{{OF_MODEL}}} "
-                f"- weightdepot_producers_alive{{{OF_MODEL}}})",
-                "{{model}}",
+                f"max by (run, model) (weightdepot_producers{{{OF_MODEL}}} "
+                f"- weightdepot_producers_alive{{{OF_MODEL}}}) "
+                f"and {gauge('producers_joined', OF_MODEL)} > 0",
+                MODEL,
             ),
             bad_from=1,
         ),
         number(
             "Groups half-way",
-            (f"sum by (model) ({gauge('group_half', OF_GROUP, 'model, group')})", "{{model}}"),
+            (f"sum by (run, model) ({gauge('group_half', OF_GROUP, 'run, model, group')})", MODEL),
             bad_from=1,
         ),
         number(
             "Furthest behind",
-            (f"max by (model) ({gauge('group_lag', OF_GROUP, 'model, group')})", "{{model}}"),
+            (f"max by (run, model) ({gauge('group_lag', OF_GROUP, 'run, model, group')})", MODEL),
         ),
     ],
     "Versions and groups": [
         graph(
             "Version that each group holds",
             "none",
-            (gauge("latest_version", OF_MODEL), "{{model}}: newest"),
-            (gauge("group_version", OF_GROUP, "model, group"), "{{model}} {{group}}"),
+            (gauge("latest_version", OF_MODEL), MODEL + ": newest"),
+            (gauge("group_version", OF_GROUP, "run, model, group"), GROUP),
         ),
         graph(
             "Lag of each group",
             "none",
-            (gauge("group_lag", OF_GROUP, "model, group"), "{{model}} {{group}}"),
+            (gauge("group_lag", OF_GROUP, "run, model, group"), GROUP),
             text="Versions published since the one that the group holds.",
         ),
         graph(
             "Versions applied",
             "ops",
-            (rate("updates_total", OF_GROUP, "model, group"), "{{model}} {{group}}"),
+            (rate("updates_total", OF_GROUP, "run, model, group"), GROUP),
             text="Rounds that ranks reported applied, a second.",
         ),
     ],
@@ -109,8 +113,8 @@ ROWS: dict[str, list[Panel]] = {
             "s",
             *(
                 (
-                    quantile(q, "publish_seconds", OF_MODEL, "model, phase"),
-                    f"{{{{model}}}} {{{{phase}}}} p{q * 100:g}",
+                    quantile(q, "publish_seconds", OF_MODEL, "run, model, phase"),
+                    f"{MODEL} {{{{phase}}}} p{q * 100:g}",
                 )
                 for q in (0.5, 0.95)
             ),
@@ -121,8 +125,8 @@ ROWS: dict[str, list[Panel]] = {
             "s",
             *(
                 (
-                    quantile(q, "update_seconds", OF_GROUP, "group, phase"),
-                    f"{{{{group}}}} {{{{phase}}}} p{q * 100:g}",
+                    quantile(q, "update_seconds", OF_GROUP, "run, model, group, phase"),
+                    f"{GROUP} {{{{phase}}}} p{q * 100:g}",
                 )
                 for q in (0.5, 0.95)
             ),
@@ -130,7 +134,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Bytes": [
-        graph("Published", "Bps", (rate("published_bytes_total", OF_MODEL, "model"), "{{model}}")),
+        graph("Published", "Bps", (rate("published_bytes_total", OF_MODEL, "run, model"), MODEL)),
         graph(
             "Pulled, by transport", "Bps", (rate("moved_bytes_total", OF_MODEL, "transport"), "{{transport}}")
         ),
@@ -138,9 +142,9 @@ ROWS: dict[str, list[Panel]] = {
             "Moved for each byte needed",
             "none",
             (
-                f"{rate('moved_bytes_total', OF_MODEL, 'model')} "
-                f"/ {rate('needed_bytes_total', OF_MODEL, 'model')}",
-                "{{model}}",
+                f"{rate('moved_bytes_total', OF_MODEL, 'run, model')} "
+                f"/ {rate('needed_bytes_total', OF_MODEL, 'run, model')}",
+                MODEL,
             ),
             text="1 is the least that there is.",
         ),
@@ -149,16 +153,18 @@ ROWS: dict[str, list[Panel]] = {
         graph(
             "Slots",
             "none",
-            (gauge("slots_used", OF_MODEL), "{{model}}: used"),
-            (gauge("slots", OF_MODEL), "{{model}}: there are"),
+            (gauge("slots_used", OF_MODEL), MODEL + ": used"),
+            (gauge("slots", OF_MODEL), MODEL + ": there are"),
         ),
         graph(
-            "Versions by state", "none", (gauge("versions", OF_MODEL, "model, state"), "{{model}} {{state}}")
+            "Versions by state",
+            "none",
+            (gauge("versions", OF_MODEL, "run, model, state"), MODEL + " {{state}}"),
         ),
         graph(
             "Leases",
             "none",
-            (gauge("leases", OF_MODEL, "model, state"), "{{model}} on {{state}}"),
+            (gauge("leases", OF_MODEL, "run, model, state"), MODEL + " on {{state}}"),
             text="Leases on a retired version keep its memory from being used again.",
         ),
     ],
@@ -166,28 +172,44 @@ ROWS: dict[str, list[Panel]] = {
         graph(
             "Failed rounds",
             "ops",
-            (rate("failed_rounds_total", OF_GROUP, "model, group"), "{{model}} {{group}}"),
+            (rate("failed_rounds_total", OF_GROUP, "run, model, group"), GROUP),
         ),
         graph(
             "Aborted versions",
             "none",
             (
-                f"max by (model) (increase(weightdepot_aborted_versions_total{{{OF_MODEL}}}[$__range]))",
-                "{{model}}",
+                f"max by (run, model) (increase(weightdepot_aborted_versions_total{{{OF_MODEL}}}[$__range]))",
+                MODEL,
             ),
         ),
-        graph("Problems answered", "ops", (rate("problems_total", "", "kind"), "{{kind}}")),
+        graph(
+            "Longest wait for a slot",
+            "s",
+            (gauge("opening_wait_seconds", OF_MODEL, "run, model, reason"), MODEL + ": {{reason}}"),
+            text="For how long the producer rank that waits longest has waited, by what it waits for.",
+        ),
+        graph(
+            "Openings given up",
+            "none",
+            (
+                f"sum by (run, model, reason) "
+                f"(increase(weightdepot_openings_given_up_total{{{OF_MODEL}}}[$__range]))",
+                MODEL + ": {{reason}}",
+            ),
+            text="Producer ranks that stopped asking for a slot, by what they waited for.",
+        ),
+        graph("Problems answered", "ops", (rate("problems_total", OF_RUN, "run, kind"), "{{run}}: {{kind}}")),
         graph(
             "Waits that gave nothing",
             "ops",
-            (rate("waits_total", OF_MODEL, "model, reason"), "{{model}}: {{reason}}"),
+            (rate("waits_total", OF_MODEL, "run, model, reason"), MODEL + ": {{reason}}"),
             text="Long polls that ended without an answer: slot, lag, ranks, version, ...",
         ),
     ],
     "Controllers": [
-        graph("A round trip to the index", "s", ("weightdepot_index_seconds", "{{instance}}")),
-        graph("Requests that wait", "none", ("weightdepot_waiting_requests", "{{instance}}")),
-        graph("The index answers", "bool_yes_no", ("weightdepot_index_up", "{{instance}}")),
+        graph("A round trip to the index", "s", (f"weightdepot_index_seconds{{{OF_RUN}}}", "{{instance}}")),
+        graph("Requests that wait", "none", (f"weightdepot_waiting_requests{{{OF_RUN}}}", "{{instance}}")),
+        graph("The index answers", "bool_yes_no", (f"weightdepot_index_up{{{OF_RUN}}}", "{{instance}}")),
     ],
 }
 
@@ -196,13 +218,17 @@ def laid_out() -> list[Panel]:
     panels: list[Panel] = []
     y = 0
     for title, row in ROWS.items():
-        panels.append({"type": "row", "title": title, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
+        at = {"x": 0, "y": y, "w": 24, "h": 1}
+        panels.append({"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": at})
+        y += 1
         height = 4 if title == "Now" else 8
-        for i, panel in enumerate(row):
-            width = 24 // len(row)
-            place = {"x": i * width, "y": y + 1, "w": width, "h": height}
-            panels.append({**panel, "datasource": SOURCE, "gridPos": place})
-        y += 1 + height
+        abreast = len(row) if len(row) <= MOST_ABREAST else 3
+        for first in range(0, len(row), abreast):
+            for i, panel in enumerate(row[first : first + abreast]):
+                width = 24 // abreast
+                place = {"x": i * width, "y": y, "w": width, "h": height}
+                panels.append({**panel, "datasource": SOURCE, "gridPos": place})
+            y += height
     return [{"id": i, **panel} for i, panel in enumerate(panels, 1)]
 
 
@@ -225,8 +251,9 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"name": "datasource", "label": "source", "type": "datasource", "query": "prometheus"},
-                variable("model", "label_values(weightdepot_latest_version, model)"),
-                variable("group", 'label_values(weightdepot_group_live{model=~"$model"}, group)'),
+                variable("run", "label_values(weightdepot_index_up, run)"),
+                variable("model", f"label_values(weightdepot_versions{{{OF_RUN}}}, model)"),
+                variable("group", f"label_values(weightdepot_group_live{{{OF_MODEL}}}, group)"),
             ]
         },
         "panels": laid_out(),

@@ -126,6 +126,12 @@ class Model:
     membership: int = 0  # rises when a member joins, leaves, or states another layout
     aborted: int = 0  # versions that were ever aborted, also those that are no more remembered
 
+    @property
+    def window(self) -> int:
+        """Slots that versions rotate through: more than the retention where readers may lag further."""
+        bounded = self.policy.mode is Mode.BOUNDED
+        return max(self.retention, self.policy.max_lag + 2) if bounded else self.retention
+
 
 @dataclass(frozen=True)
 class Group:

@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from weightdepot import StoreFull
 from weightdepot.api.client import ControllerClient
 
-from ..api.helpers import unique
 from ..system.fleet import publish, ranks, trainer
 from ..system.harness import Child, Redis, Server, eventually, together
 from .prometheus import RULES, Prometheus, needs_prometheus, quick_rules
 
 pytestmark = [needs_prometheus, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
-    server = Redis(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def controller(redis: Redis) -> Iterator[str]:
-    server = Server("--port", "0", "--redis-url", redis.url)
-    yield server.url
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def prometheus(controller: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    running = Prometheus(tmp_path_factory.mktemp("prometheus"), [controller])
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def model() -> str:
-    return unique("watched")
 
 
 def scraped(prometheus: Prometheus, expression: str) -> None:
@@ -124,6 +97,11 @@ def test_a_reader_is_stuck_and_then_no_slot_is_free(
             producer.publish(3, timeout=1)
         eventually(lambda: prometheus.fires(**stuck))
         eventually(lambda: prometheus.fires(**full_up))
+        for alert in (stuck, full_up):
+            mine = [
+                a for a in prometheus.alerts() if (a["alertname"], a.get("model")) == tuple(alert.values())
+            ]
+            assert len(mine) == 1, "one for both controllers"
         go_on.set()
         reading.join()
         publish(producer, 3)
@@ -158,6 +136,18 @@ def test_a_producer_dies_in_the_middle_of_a_version(
         eventually(lambda: prometheus.fires(**aborted))
         start(1)
         eventually(lambda: not prometheus.fires(**missing))
+
+
+def test_a_controller_is_down(prometheus: Prometheus, other: Server) -> None:
+    alert = {"alert": "WeightdepotControllerAway", "instance": other.url.removeprefix("http://")}
+    scraped(prometheus, f'up{{instance="{alert["instance"]}"}} == 1')
+    assert not prometheus.fires(**alert)
+    other.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: prometheus.fires(**alert))
+    finally:
+        other.signal(signal.SIGCONT)
+    eventually(lambda: not prometheus.fires(**alert))
 
 
 def test_the_index_goes_away(prometheus: Prometheus, controller: str, redis: Redis) -> None:

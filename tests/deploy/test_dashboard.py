@@ -28,7 +28,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 def filled(expression: str) -> str:
     """With what Grafana puts in for its variables."""
     for name, value in {
-        "$__rate_interval": "1m", "$__range": "1h", "$model": ".*", "$group": ".*",
+        "$__rate_interval": "1m", "$__range": "1h", "$run": ".*", "$model": ".*", "$group": ".*",
     }.items():  # fmt: skip
         expression = expression.replace(name, value)
     assert "$" not in expression
