@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weightdepot.store.errors import LayoutError
 from weightdepot.store.tracing import trace_load
+from weightdepot.store.tracing.recorder import fingerprint
 
 from .execution import Loader, bits, checkpoint, compare, parameter, specs, values
 
@@ -310,3 +311,9 @@ def test_the_report_says_for_each_tensor_its_tier_and_why_and_what_is_left_and_u
     told = trace.to_json()
     assert [t["tier"] for t in told["tensors"]] == ["whole", "probed", "traced", "unused"]
     assert told["unused"] == ["u"]
+
+
+def test_one_element_with_odd_strides_is_told_apart_by_its_value() -> None:
+    one, same, other = torch.arange(4.0)[::2][:1], torch.tensor([0.0]), torch.tensor([1.0])
+    assert one.stride() == (2,)
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
