@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-ANSWER_S = 300.0  # longest wait for one step of a rank
+ANSWER_S = 120.0  # longest wait for one step of a rank
 
 Step = Callable[..., Any]
 """A method of a rank: what it returns is sent back beside the seconds that it took."""
@@ -79,9 +82,11 @@ class Crew:
 
     def _answers(self) -> list[tuple[float, Any]]:
         found = []
-        for rank, (_, connection) in enumerate(self._ranks):
+        for rank, (process, connection) in enumerate(self._ranks):
             if not connection.poll(ANSWER_S):
-                raise SystemExit(f"rank {rank} did not answer within {ANSWER_S:g} s")
+                os.kill(process.pid, signal.SIGUSR1)  # says on stderr what each of its threads is in
+                time.sleep(1)
+                raise SystemExit(f"rank {rank} did not answer within {ANSWER_S:g} s (see its stacks above)")
             try:
                 seconds, answer, error = connection.recv()
             except EOFError:
@@ -94,6 +99,7 @@ class Crew:
 
 def _serve(make: Callable[..., Any], rank: int, barrier: Any, connection: Connection, options: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     with contextlib.ExitStack() as stack:
         try:
             made = make(rank, **options)
