@@ -33,7 +33,8 @@ class Crew:
     def __init__(self, make: Callable[..., Any], count: int, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.count = count
-        barrier = context.Barrier(count)
+        # one alone has nobody to begin together with; a barrier of one was seen to hang
+        barrier = context.Barrier(count) if count > 1 else None
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(count):
             here, there = context.Pipe()
@@ -109,14 +110,16 @@ def _serve(make: Callable[..., Any], rank: int, barrier: Any, connection: Connec
             while (request := connection.recv()) is not None:
                 method, args = request
                 step: Step = getattr(made, method)
-                barrier.wait(ANSWER_S)
+                if barrier is not None:
+                    barrier.wait(ANSWER_S)
                 begun = time.perf_counter()
                 answer = step(*args)
                 connection.send((time.perf_counter() - begun, answer, ""))
         except EOFError:
             return
         except BaseException:  # noqa: BLE001 - whatever it is, the one who asked must hear of it
-            barrier.abort()
+            if barrier is not None:
+                barrier.abort()
             connection.send((0.0, None, traceback.format_exc()))
 
 
