@@ -126,8 +126,10 @@ class Rounds:
         )
 
     def begun_in_vain(self, error: WeightDepotError, deadline: float) -> bool:
-        """Whether a round failed since the controller has lost its state, and this rank has joined anew."""
-        if isinstance(error, UnknownModel):
+        """Whether a round failed since the controller has lost its state, or has ended this rank's claim, and
+        this rank has joined anew."""
+        refusal = error.__cause__ or error  # what the controller said itself
+        if isinstance(refusal, UnknownModel | MemberConflict):
             self._membership.renew(self._session, deadline - time.monotonic())
         return self._forgotten() and time.monotonic() < deadline
 
@@ -162,10 +164,15 @@ class Rounds:
                 timeout=self._timeouts.call,
             )
 
-    def goes_on(self, turn: Round) -> bool:
-        """Whether a round in which this rank has staged is still under way: no rank failed in it."""
+    def goes_on(self, turn: Round, *, ask_controller: bool) -> bool:
+        """Whether a round in which this rank has staged is still under way: no rank failed in it.
+
+        ask_controller: False for a rank alone, in whose round no other can fail: what the heartbeats have
+        brought is enough, and the weights stand still for one call less."""
         if self._forgotten():
             return False
+        if not ask_controller:
+            return True
         try:
             group = self._client.group(self._model, self._group, timeout=self._timeouts.call)
         except UnknownModel:

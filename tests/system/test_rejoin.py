@@ -105,6 +105,24 @@ def test_what_was_staged_before_the_index_was_lost_is_discarded(own: tuple[str, 
             assert not consumer.last.prefetched
 
 
+def test_what_was_staged_by_a_rank_whose_claim_has_ended_is_read_anew(controller: str, model: str) -> None:
+    """The weights must not stay at a version that the controller does not know them to hold."""
+    with (
+        ControllerClient(controller) as client,
+        trainer(controller, model) as producer,
+        ranks(controller, model, 1, timeouts=PATIENT) as [consumer],
+    ):
+        publish(producer, 1)
+        assert consumer.prefetch().result(20) == 1
+        [member] = client.group(model, "rollout").members
+        client.leave(model, member.session, timeout=10)
+        assert consumer.apply() == 1 == holds(consumer)
+        assert client.group(model, "rollout").version == 1
+        publish(producer, 2)
+        assert consumer.prefetch().result(20) == 2
+        assert consumer.apply() == 2 == holds(consumer)
+
+
 def test_an_index_that_is_lost_while_a_rank_reads_fails_that_update_at_most(
     own: tuple[str, Restart], model: str
 ) -> None:
