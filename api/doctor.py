@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import importlib
 import importlib.metadata
 import importlib.util
 import mmap
@@ -96,6 +97,16 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, State.GOOD, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, State.BAD, "not installed", f"pip install {name} (needed for {why})")
+    try:
+        streams = importlib.import_module("weightdepot.store._streams").streaming()
+    except ImportError:
+        yield Finding(
+            "copies", State.NOTE, "torch's: weightdepot's own, which take less time, were not built",
+            "install a C compiler and Python's headers (Debian: gcc python3-dev), then weightdepot once more",
+        )  # fmt: skip
+    else:
+        with_stores = "with streaming stores" if streams else "without streaming stores on this processor"
+        yield Finding("copies", State.GOOD, f"weightdepot's own, {with_stores}")
 
 
 def _engine(machine: Machine) -> Iterator[Finding]:

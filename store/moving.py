@@ -1,8 +1,9 @@
 """Carrying out a table of copies on real memory: tensors into tiles, and tiles into tensors.
 
-What follows from the tables alone is worked out once and kept with them; a version then costs two views and
-one copy for each tile, handed to torch many at a time. No view of a buffer is kept from one version to the
-next: it would keep memory alive that its owner has replaced.
+Copies of equal bytes in pieces of some length are streamed, all of them in one call. What is left (casts,
+transposed tensors, devices) is torch's: two views and one copy for each tile, handed over many at a time.
+What follows from the tables alone is worked out once and kept with them. No view of a buffer is kept from one
+version to the next: it would keep memory alive that its owner has replaced.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from weightdepot.store import devices
-from weightdepot.store.dtypes import dtype_name, torch_dtype
+from weightdepot.store import devices, streams
+from weightdepot.store.dtypes import ITEMSIZE, dtype_name, torch_dtype
 from weightdepot.store.errors import LayoutError, LayoutFault
 from weightdepot.store.layout import Fill, Ints, Layout
-from weightdepot.store.longrows import LongRows
 from weightdepot.store.planning import Copies, Plan
 from weightdepot.store.remembered import Remembered
 from weightdepot.store.tiling import SourceTiling
@@ -97,6 +97,44 @@ class _Typed:
         return base.as_strided(shape, strides, byte // dtype.itemsize + start)
 
 
+class _Direct:
+    """Those copies of a table that are streamed."""
+
+    def __init__(self, copies: Copies, layout: Layout, dtypes: Sequence[str], *, into_tiles: bool) -> None:
+        """dtypes: of the tile of each copy."""
+        held = [b.dtype for b in layout.buffers]
+        same = np.array([held[b] == d for b, d in zip(copies.buffer.tolist(), dtypes, strict=True)], bool)
+        itemsize: Ints = np.array([ITEMSIZE[d] for d in dtypes], dtype=np.int64)
+        tiles, buffers = copies.tile_strides, copies.strides
+        to, source = (tiles, buffers) if into_tiles else (buffers, tiles)
+        table = streams.Strided(copies.shape, itemsize, to, source)
+        long = table.piece >= streams.SHORTEST
+        self.copies: Ints = np.flatnonzero(same & long & streams.available())
+        table = table.take(self.copies)
+        if into_tiles:
+            rows = copies.start * itemsize
+            table, order = table.by_rows(copies.buffer[self.copies], rows[self.copies])
+            self.copies = self.copies[order]
+        self.table = table
+        self._buffer = copies.buffer[self.copies]
+        self._start = (copies.start * itemsize)[self.copies]
+        self.tile = copies.tile[self.copies]
+        self.tile_start = (copies.tile_start * itemsize)[self.copies]
+        self._reach = table.reach_source if into_tiles else table.reach_to
+
+    def in_buffers(self, buffers: Sequence[torch.Tensor]) -> Ints:
+        """Addresses. buffers: in the order of the layout."""
+        return streams.Memories(buffers).at(self._buffer, self._start, self._reach)
+
+
+def _in(memory: torch.Tensor, start: Ints, reach: Ints) -> Ints:
+    return streams.Memories([memory]).at(np.zeros(len(start), dtype=np.int64), start, reach)
+
+
+def _batches(copies: Sequence[int]) -> list[Sequence[int]]:
+    return [copies[first : first + BATCH] for first in range(0, len(copies), BATCH)]
+
+
 class _Packing:
     """What of a rank's packing does not depend on where its buffers and its slot lie."""
 
@@ -104,24 +142,29 @@ class _Packing:
         names = [b.name for b in layout.buffers]
         at: Ints = source.offset[packing.tile]
         stored = [t.dtype for t in source.tensors]
-        held = [b.dtype for b in layout.buffers]
         tiles = [stored[t] for t in source.boxes.tensor[packing.tile].tolist()]
-        same = np.array([held[b] == d for b, d in zip(packing.buffer.tolist(), tiles, strict=True)], bool)
-        self._rows = LongRows(packing, at, tiles, np.flatnonzero(same))
+        self._direct = _Direct(packing, layout, tiles, into_tiles=True)
+        self._direct_at: Ints = source.offset[self._direct.tile] + self._direct.tile_start
         self._geometry = _Geometry(packing, names, [torch_dtype(d) for d in tiles])
         self._at: list[int] = at.tolist()
         self._nbytes: list[int] = source.nbytes[packing.tile].tolist()
         self._buffer = [names[b] for b in packing.buffer.tolist()]
-        others: list[int] = np.setdiff1d(np.arange(len(packing)), self._rows.copies).tolist()
-        self._batches = [others[first : first + BATCH] for first in range(0, len(others), BATCH)]
+        every = np.arange(len(packing))
+        self._every = _batches(every.tolist())
+        self._rest = _batches(np.setdiff1d(every, self._direct.copies).tolist())
         self._names = names
 
     def __call__(self, buffers: Mapping[str, torch.Tensor], slot: torch.Tensor) -> None:
         if not all(map(devices.on_host, buffers.values())):
             self._from_devices(buffers, slot)
             return
-        self._rows.write([buffers[name] for name in self._names], slot)
-        for batch in self._batches:
+        held = [buffers[name] for name in self._names]
+        direct = streams.ordinary(held)
+        if direct:
+            table = self._direct.table
+            to = _in(slot, self._direct_at, table.reach_to)
+            table.copy(to, self._direct.in_buffers(held))
+        for batch in self._rest if direct else self._every:
             self._copy(batch, buffers, slot, 0)
 
     def _copy(
@@ -172,13 +215,22 @@ class _Scattering:
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self.layout = layout.digest
-        dtypes = {t.name: torch_dtype(t.dtype) for t in layout.tensors}
-        of_read = [dtypes[plan.tensors[t]] for t in plan.tensor.tolist()]
+        stored = {t.name: t.dtype for t in layout.tensors}
         copies = plan.copies
-        names = [b.name for b in layout.buffers]
-        self.geometry = _Geometry(copies, names, [of_read[r] for r in copies.tile.tolist()])
+        self.names = [b.name for b in layout.buffers]
         self.read: list[int] = copies.tile.tolist()
-        self.first: list[int] = np.searchsorted(copies.tile, np.arange(len(plan.nbytes) + 1)).tolist()
+        dtypes = [stored[plan.tensors[t]] for t in plan.tensor[copies.tile].tolist()]
+        self.geometry = _Geometry(copies, self.names, [torch_dtype(d) for d in dtypes])
+        self.direct = _Direct(copies, layout, dtypes, into_tiles=False)
+        every = np.arange(len(copies))
+        self.every: list[int] = every.tolist()
+        rest = np.setdiff1d(every, self.direct.copies)
+        self.rest: list[int] = rest.tolist()
+        # of each read: the first of its copies, of all, of those that are streamed and of the rest
+        first = np.searchsorted(copies.tile, np.arange(len(plan.nbytes) + 1))
+        self.first: list[int] = first.tolist()
+        self.first_direct: list[int] = np.searchsorted(self.direct.copies, first).tolist()
+        self.first_rest: list[int] = np.searchsorted(rest, first).tolist()
 
 
 _scatterings: Remembered[Plan, _Scattering] = Remembered()
@@ -194,6 +246,11 @@ class Scatter:
         self._plan = found
         self._buffers = buffers
         self._on_host = all(map(devices.on_host, buffers.values()))
+        held = [buffers[name] for name in found.names]
+        self._streamed: Ints | None = None  # where the streamed copies lead to
+        if self._on_host and len(found.direct.copies) and streams.ordinary(held):
+            self._streamed = found.direct.in_buffers(held)
+            streams.written(held)
 
     @torch.no_grad()
     def write(self, reads: range, memory: torch.Tensor, places: Sequence[int]) -> None:
@@ -201,17 +258,32 @@ class Scatter:
 
         memory: uint8, contiguous. places: where in it each tile begins, in bytes, in the order of `reads`.
         """
-        geometry, first, read = self._plan.geometry, self._plan.first, self._plan.read
+        plan = self._plan
         if not self._on_host:
             self._to_devices(reads, memory, places)
             return
-        typed = _Typed(memory)
-        for start in range(first[reads.start], first[reads.stop], BATCH):
-            batch = range(start, min(start + BATCH, first[reads.stop]))
+        if self._streamed is None:
+            rest = plan.every[plan.first[reads.start] : plan.first[reads.stop]]
+        else:
+            self._stream(self._streamed, reads, memory, places)
+            rest = plan.rest[plan.first_rest[reads.start] : plan.first_rest[reads.stop]]
+        if not rest:
+            return
+        typed, geometry = _Typed(memory), plan.geometry
+        for batch in _batches(rest):
             torch._foreach_copy_(
                 [geometry.in_buffer(i, self._buffers) for i in batch],
-                [geometry.in_tile(i, typed, places[read[i] - reads.start]) for i in batch],
+                [geometry.in_tile(i, typed, places[plan.read[i] - reads.start]) for i in batch],
             )
+
+    def _stream(self, to: Ints, reads: range, memory: torch.Tensor, places: Sequence[int]) -> None:
+        direct = self._plan.direct
+        chosen = slice(self._plan.first_direct[reads.start], self._plan.first_direct[reads.stop])
+        start = (
+            np.array(places, dtype=np.int64)[direct.tile[chosen] - reads.start] + direct.tile_start[chosen]
+        )
+        source = _in(memory, start, direct.table.reach_source[chosen])
+        direct.table.copy(to[chosen], source, chosen.start)
 
     def _to_devices(self, reads: range, memory: torch.Tensor, places: Sequence[int]) -> None:
         geometry, first, read = self._plan.geometry, self._plan.first, self._plan.read

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightdepot.store import devices, longrows, moving
+from weightdepot.store import devices, moving, streams
 from weightdepot.store.moving import Scatter, fill, pack
 from weightdepot.store.planning import make_packing, make_plan
 from weightdepot.store.remembered import Remembered
@@ -22,11 +24,31 @@ from weightdepot.store.weights import Shard, layout_of, local_buffers
 
 from .strategies import checkpoints, groups, load, same_bits
 
+WAYS: dict[str, dict[str, int | None]] = {
+    "as-shipped": {},
+    "every-row-is-long": {"SHORTEST": 1},
+    "several-threads": {"SHORTEST": 1, "SHARE": 1},
+    "without-the-extension": {"_streams": None},
+}
 
-@pytest.mark.parametrize("shortest", [longrows.SHORTEST, 1], ids=["as-shipped", "every-row-is-long"])
+
+@contextmanager
+def way(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for what, value in WAYS[name].items():
+            stack.enter_context(mock.patch.object(streams, what, value))
+        yield
+
+
+@pytest.mark.parametrize("name", WAYS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_what_is_packed_and_scattered_equals_a_reload(shortest: int, data: st.DataObject) -> None:
+def test_what_is_packed_and_scattered_equals_a_reload(name: str, data: st.DataObject) -> None:
+    with way(name):
+        _packed_and_scattered(data)
+
+
+def _packed_and_scattered(data: st.DataObject) -> None:
     checkpoint = data.draw(checkpoints())
     producers = data.draw(groups(checkpoint, complete=True))
     consumers = data.draw(groups(checkpoint, complete=False))
@@ -34,15 +56,14 @@ def test_what_is_packed_and_scattered_equals_a_reload(shortest: int, data: st.Da
         load(rank, checkpoint)
     tiling = make_tiling([p.layout for p in producers], [c.layout for c in consumers])
     slots = []
-    with mock.patch.object(longrows, "SHORTEST", shortest), mock.patch.object(longrows, "FEWEST", 1):
-        for number, rank in enumerate(producers):
-            source = tiling.source_tiling(number)
-            # after what somebody else keeps there, as memory of a mapping may begin anywhere
-            slot = torch.full((source.slot_nbytes + 64,), 0xAB, dtype=torch.uint8)[64:]
-            packing = make_packing(source, rank.layout)
-            for _ in range(2):  # the second time from what was kept
-                pack(source, packing, rank.layout, rank.buffers, slot)
-            slots.append(slot)
+    for number, rank in enumerate(producers):
+        source = tiling.source_tiling(number)
+        # after what somebody else keeps there, as memory of a mapping may begin anywhere
+        slot = torch.full((source.slot_nbytes + 64,), 0xAB, dtype=torch.uint8)[64:]
+        packing = make_packing(source, rank.layout)
+        for _ in range(2):  # the second time from what was kept
+            pack(source, packing, rank.layout, rank.buffers, slot)
+        slots.append(slot)
     for rank in consumers:
         plan = make_plan(tiling, rank.layout)
         expected = {name: buffer.clone() for name, buffer in rank.buffers.items()}
@@ -58,7 +79,7 @@ def test_what_is_packed_and_scattered_equals_a_reload(shortest: int, data: st.Da
 
 @pytest.mark.parametrize("columns", [[2048, 2048], [2048, 4096, 2048]], ids=["halves", "uneven"])
 @pytest.mark.parametrize("before", [0, 3], ids=["alone", "behind-a-small-tensor"])
-def test_long_rows_are_moved_in_the_order_of_the_buffer_and_arrive(columns: list[int], before: int) -> None:
+def test_rows_are_taken_in_the_order_of_the_buffer_and_arrive(columns: list[int], before: int) -> None:
     whole = torch.randn(64, sum(columns)).to(torch.bfloat16)
     weights = {"w": whole, **({"bias": torch.randn(before)} if before else {})}
     readers = []
@@ -72,7 +93,7 @@ def test_long_rows_are_moved_in_the_order_of_the_buffer_and_arrive(columns: list
     source = tiling.source_tiling(0)
     packing = make_packing(source, layout)
     kept = moving._Packing(source, packing, layout)
-    assert len(kept._rows.copies) == (len(columns) if len(set(columns)) == 1 else 0)
+    assert len(kept._direct.copies) == len(columns), "these do not need torch"
     slot = torch.zeros(source.slot_nbytes, dtype=torch.uint8)
     pack(source, packing, layout, local_buffers(weights), slot)
     for i in range(len(source)):
