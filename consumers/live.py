@@ -11,13 +11,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from weightdepot.store.dtypes import torch_dtype
+from weightdepot.store.dtypes import ITEMSIZE
 from weightdepot.store.errors import LeaseLost, SourceLost, TransportUnavailable, WaitTimeout
 from weightdepot.store.index.records import Part
 from weightdepot.store.layout import Ints, Layout
 from weightdepot.store.live import ENDPOINT, WORD_NBYTES, LiveEndpoint, TileTable, word_of
+from weightdepot.store.moving import FromMemory
 from weightdepot.store.overlap import widen
-from weightdepot.store.planning import Plan
+from weightdepot.store.planning import Copies, Plan
 from weightdepot.store.remembered import Remembered
 from weightdepot.store.transports.base import Range
 from weightdepot.store.transports.select import Transports
@@ -100,42 +101,17 @@ def read_live(
                     f"rank {part.rank} of version {version} of {model!r} was not read in time", model=model
                 )
             check()
-            nbytes = batch.copy(buffers, weights)
-            moved += nbytes
-            on_moved(nbytes)
+            batch.copy(buffers, weights)
+            moved += batch.nbytes
+            on_moved(batch.nbytes)
         check()
         return moved
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Regions of the buffers, and where their elements lie in the live weights (elements of their type)."""
-
-    buffer: list[str]
-    start: list[int]
-    strides: list[list[int]]
-    shape: list[list[int]]
-    dtype: list[torch.dtype]
-    at: list[int]
-    from_strides: list[list[int]]
+    copy: FromMemory  # out of the live weights
     nbytes: int
-
-    @torch.no_grad()
-    def copy(self, buffers: Mapping[str, torch.Tensor], weights: torch.Tensor) -> int:
-        storage = weights.untyped_storage()
-        typed = {
-            d: torch.empty(0, dtype=d).set_(storage, 0, (storage.nbytes() // d.itemsize,), (1,))
-            for d in dict.fromkeys(self.dtype)
-        }
-        into, source = [], []
-        for i, name in enumerate(self.buffer):
-            buffer = buffers[name]
-            into.append(
-                buffer.as_strided(self.shape[i], self.strides[i], buffer.storage_offset() + self.start[i])
-            )
-            source.append(typed[self.dtype[i]].as_strided(self.shape[i], self.from_strides[i], self.at[i]))
-        torch._foreach_copy_(into, source)
-        return self.nbytes
 
 
 _known: Remembered[Plan, dict[tuple[int, str], list[_Batch]]] = Remembered()
@@ -169,23 +145,25 @@ def _make_batches(plan: Plan, rank: int, layout: Layout, table: TileTable) -> li
     for dim in range(shape.shape[1]):
         step = np.maximum(within[:, dim], 1)
         begin[:, dim], rest = rest // step, rest % step
-    dtypes = {t.name: torch_dtype(t.dtype) for t in layout.tensors}
-    of_tensor = [dtypes[name] for name in plan.tensors]
-    sizes = np.array([d.itemsize for d in of_tensor] or [1], dtype=np.int64)[plan.tensor[read]]
+    stated = {t.name: t.dtype for t in layout.tensors}
+    dtypes = [stated[plan.tensors[t]] for t in plan.tensor[read].tolist()]
+    sizes: Ints = np.array([ITEMSIZE[d] for d in dtypes], dtype=np.int64)
     at = table.start[tile] // sizes + (begin * strides).sum(axis=1)
     nbytes = shape.prod(axis=1) * sizes
-    names = [b.name for b in layout.buffers]
+    found = Copies(
+        tile=np.zeros(len(rows), dtype=np.int64),  # all of them in the one memory that the weights are
+        tile_start=at,
+        tile_strides=strides,
+        shape=shape,
+        buffer=copies.buffer[rows],
+        start=copies.start[rows],
+        strides=copies.strides[rows],
+    )
     cuts = np.flatnonzero(np.diff((np.cumsum(nbytes) - nbytes) // AT_ONCE)) + 1
     edges = [0, *cuts.tolist(), len(rows)]
     return [
         _Batch(
-            [names[b] for b in copies.buffer[rows[first:stop]].tolist()],
-            copies.start[rows[first:stop]].tolist(),
-            copies.strides[rows[first:stop]].tolist(),
-            shape[first:stop].tolist(),
-            [of_tensor[t] for t in plan.tensor[read[first:stop]].tolist()],
-            at[first:stop].tolist(),
-            strides[first:stop].tolist(),
+            FromMemory(found.take(slice(first, stop)), layout, dtypes[first:stop]),
             int(nbytes[first:stop].sum()),
         )
         for first, stop in pairwise(edges)

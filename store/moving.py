@@ -296,6 +296,36 @@ class Scatter:
             into.copy_(geometry.in_tile(i, there[into.device], places[read[i] - reads.start]))
 
 
+class FromMemory:
+    """Copies from places in one memory, each of which a table states as the start of a tile, into buffers."""
+
+    def __init__(self, copies: Copies, layout: Layout, dtypes: Sequence[str]) -> None:
+        """dtypes: of the elements in the memory, for each copy."""
+        self._names = [b.name for b in layout.buffers]
+        self._geometry = _Geometry(copies, self._names, [torch_dtype(d) for d in dtypes])
+        self._direct = _Direct(copies, layout, dtypes, into_tiles=False)
+        every = np.arange(len(copies))
+        self._every = _batches(every.tolist())
+        self._rest = _batches(np.setdiff1d(every, self._direct.copies).tolist())
+
+    @torch.no_grad()
+    def __call__(self, buffers: Mapping[str, torch.Tensor], memory: torch.Tensor) -> None:
+        """memory: uint8, contiguous."""
+        held = [buffers[name] for name in self._names]
+        direct = streams.ordinary(held)
+        if direct:
+            table = self._direct.table
+            source = _in(memory, self._direct.tile_start, table.reach_source)
+            table.copy(self._direct.in_buffers(held), source)
+            streams.written(held)
+        typed = _Typed(memory)
+        for batch in self._rest if direct else self._every:
+            torch._foreach_copy_(
+                [self._geometry.in_buffer(i, buffers) for i in batch],
+                [self._geometry.in_tile(i, typed, 0) for i in batch],
+            )
+
+
 @torch.no_grad()
 def fill(fills: Sequence[Fill], buffers: Mapping[str, torch.Tensor]) -> None:
     """Set the regions that the loader sets to constants."""

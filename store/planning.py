@@ -39,6 +39,9 @@ class Copies:
     def __len__(self) -> int:
         return len(self.tile)
 
+    def take(self, rows: slice) -> Copies:
+        return Copies(*(getattr(self, name)[rows] for name in COPY_COLUMNS))
+
 
 COPY_COLUMNS = {
     "tile": 1, "tile_start": 1, "tile_strides": 2, "shape": 2, "buffer": 1, "start": 1, "strides": 2,
