@@ -82,7 +82,10 @@ class Placing:
         sources: list[torch.Tensor] = []
         for name, start, shape, strides in self._rest if direct else self._regions:
             for memory, found in ((into[name], targets), (staged[name], sources)):
-                found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
+                if start == 0 and (tuple(memory.shape), memory.stride()) == (shape, strides):
+                    found.append(memory)  # torch does not write to views of tensors of inference mode
+                else:
+                    found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
         places = [self._places(side) for side in (to, source)] if direct else []
         on_write()
         if places:

@@ -177,8 +177,9 @@ def test_autograd_hears_of_weights_that_were_overwritten() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def test_weights_of_inference_mode_are_written_too() -> None:
+@pytest.mark.parametrize("length", [4, 256], ids=["by-torch", "streamed"])
+def test_weights_of_inference_mode_are_written_too(length: int) -> None:
     with torch.inference_mode():
-        weight = torch.ones(256)
-    Placing(layout_of({"w": weight}))({"w": torch.full((256,), 2.0)}, {"w": weight})
+        weight = torch.ones(length)
+    Placing(layout_of({"w": weight}))({"w": torch.full((length,), 2.0)}, {"w": weight})
     assert bool((weight == 2).all())
