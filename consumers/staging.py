@@ -12,7 +12,7 @@ from weightdepot.store.dtypes import ITEMSIZE, torch_dtype
 from weightdepot.store.errors import LayoutError
 from weightdepot.store.geometry import extent
 from weightdepot.store.layout import Ints, Layout
-from weightdepot.store.moving import check_buffers
+from weightdepot.store.moving import check_buffers, copy_all
 from weightdepot.store.tracing import coverage
 
 Region = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # buffer, start, shape, strides
@@ -82,17 +82,14 @@ class Placing:
         sources: list[torch.Tensor] = []
         for name, start, shape, strides in self._rest if direct else self._regions:
             for memory, found in ((into[name], targets), (staged[name], sources)):
-                if start == 0 and (tuple(memory.shape), memory.stride()) == (shape, strides):
-                    found.append(memory)  # torch does not write to views of tensors of inference mode
-                else:
-                    found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
+                found.append(memory.as_strided(shape, strides, memory.storage_offset() + start))
         places = [self._places(side) for side in (to, source)] if direct else []
         on_write()
         if places:
             self._table.copy(places[0], places[1])
             streams.written(to)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
 
     def _places(self, buffers: Sequence[torch.Tensor]) -> Ints:
         return streams.Memories(buffers).at(self._buffer, self._start, self._table.reach_to)

@@ -46,6 +46,13 @@ def check_buffers(layout: Layout, buffers: Mapping[str, torch.Tensor]) -> None:
         raise LayoutError("the weights changed their form since the layout was made", faults)
 
 
+def copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """torch's copies. In inference mode, since tensors of that mode can be written nowhere else; others can
+    be there, too, and autograd hears of it."""
+    with torch.inference_mode():
+        torch._foreach_copy_(to, source)
+
+
 class _Geometry:
     """The columns of a table of copies as plain lists, and which type each tile's elements have."""
 
@@ -172,7 +179,7 @@ class _Packing:
     ) -> None:
         """memory: of the slot, or standing for it, from its byte `first` on."""
         typed = _Typed(memory)
-        torch._foreach_copy_(
+        copy_all(
             [self._geometry.in_tile(i, typed, self._at[i] - first) for i in batch],
             [self._geometry.in_buffer(i, buffers) for i in batch],
         )
@@ -271,7 +278,7 @@ class Scatter:
             return
         typed, geometry = _Typed(memory), plan.geometry
         for batch in _batches(rest):
-            torch._foreach_copy_(
+            copy_all(
                 [geometry.in_buffer(i, self._buffers) for i in batch],
                 [geometry.in_tile(i, typed, places[plan.read[i] - reads.start]) for i in batch],
             )
@@ -320,7 +327,7 @@ class FromMemory:
             streams.written(held)
         typed = _Typed(memory)
         for batch in self._rest if direct else self._every:
-            torch._foreach_copy_(
+            copy_all(
                 [self._geometry.in_buffer(i, buffers) for i in batch],
                 [self._geometry.in_tile(i, typed, 0) for i in batch],
             )
