@@ -60,7 +60,7 @@ class Placing:
             shape[i, : len(n)], strides[i, : len(s)] = n, s
         itemsize: Ints = np.array([ITEMSIZE[dtypes[name]] for name, *_ in self._regions], dtype=np.int64)
         table = streams.Strided(shape, itemsize, strides, strides)
-        chosen = np.flatnonzero((table.piece >= streams.SHORTEST) & streams.available())
+        chosen = np.flatnonzero(table.worth_it)
         self._table = table.take(chosen)
         self._buffer: Ints = np.array([number[name] for name, *_ in self._regions], dtype=np.int64)[chosen]
         start: Ints = np.array([start for _, start, _, _ in self._regions], dtype=np.int64)

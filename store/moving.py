@@ -115,16 +115,15 @@ class _Direct:
         tiles, buffers = copies.tile_strides, copies.strides
         to, source = (tiles, buffers) if into_tiles else (buffers, tiles)
         table = streams.Strided(copies.shape, itemsize, to, source)
-        long = table.piece >= streams.SHORTEST
-        self.copies: Ints = np.flatnonzero(same & long & streams.available())
+        self.copies: Ints = np.flatnonzero(same & table.worth_it)
         table = table.take(self.copies)
+        start = copies.start * itemsize
         if into_tiles:
-            rows = copies.start * itemsize
-            table, order = table.by_rows(copies.buffer[self.copies], rows[self.copies])
+            table, order = table.by_rows(copies.buffer[self.copies], start[self.copies])
             self.copies = self.copies[order]
         self.table = table
         self._buffer = copies.buffer[self.copies]
-        self._start = (copies.start * itemsize)[self.copies]
+        self._start = start[self.copies]
         self.tile = copies.tile[self.copies]
         self.tile_start = (copies.tile_start * itemsize)[self.copies]
         self._reach = table.reach_source if into_tiles else table.reach_to

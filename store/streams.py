@@ -96,6 +96,11 @@ class Strided:
     def __len__(self) -> int:
         return len(self.piece)
 
+    @property
+    def worth_it(self) -> npt.NDArray[np.bool_]:
+        """(n,) which of them had better be carried out here than by torch."""
+        return (self.piece >= SHORTEST) & available()
+
     def take(self, rows: Ints) -> Strided:
         taken = object.__new__(Strided)
         for name in ("reach_to", "reach_source", "nbytes", "piece", "_loops", "_to", "_source"):
